@@ -1,0 +1,185 @@
+"""The bridge: one thin `autograd.Function` over a forward and a backward Program.
+
+In: the two halves of a joint graph and the compiled forward. Out: `Differentiable.apply(inputs)`, whose results carry gradients.
+
+    >>> results = gradient.apply([x, weight])
+    >>> results[0].sum().backward()        # compiles the backward for tangents of stride 0, once
+
+The backward is compiled at the first backward, for the strides that the tangents have; tangents that no one needs (None) become
+zeros inside the graph. Saved tensors are freed as the backward consumes them. Differentiating twice raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CompileError, FusejitError
+from .partition import Halves
+
+Tensor = torch.Tensor
+VARIANTS = 8
+"""The most stride patterns of tangents that get a backward of their own; others are made contiguous."""
+
+SECOND_ORDER = (
+    "a compiled backward cannot be differentiated again (create_graph=True, torch.autograd.grad of a gradient): "
+    "use fusejit.jit(..., backend='eager') or fusejit.disable_jit() where second-order gradients are needed"
+)
+
+
+class SecondOrder(torch.autograd.Function):
+    """Marks gradients so that differentiating them raises instead of giving zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise FusejitError(SECOND_ORDER)
+
+
+class Differentiable:
+    """A compiled function with gradients.
+
+    Attributes:
+        halves: the graphs; forward: the compiled forward Program.
+        programs: backward Programs by the strides of their tangents (None for an absent one).
+    """
+
+    def __init__(self, halves: Halves, forward: Any, compiler: Callable, requires_grad: Sequence[bool]) -> None:
+        self.halves, self.forward, self.compiler = halves, forward, compiler
+        self.requires_grad = tuple(requires_grad)
+        self.fixed = tuple(number for number, grad in enumerate(requires_grad) if not grad)
+        self.values = [node.meta["val"] for node in halves.backward.graph.nodes if node.op == "placeholder"]
+        self.traced = tuple(tuple(value.stride()) for value in self.values[halves.saved :])
+        self.programs: dict[tuple, Any] = {}
+        self.lock = threading.Lock()
+        self.notes: list[tuple[str, str]] = []
+        self.function = make_function(self)
+
+    def apply(self, inputs: list[Any]) -> Sequence[Any]:
+        """Run the forward; the results are differentiable."""
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                results = self.function.apply(*inputs)
+        else:
+            results = self.function.apply(*inputs)
+        inputs.clear()
+        return results
+
+    def backward_program(self) -> Any:
+        """The backward Program for tangents as traced (contiguous); compiled now if it was not needed yet."""
+        return self.program(self.traced)
+
+    def program(self, strides: tuple) -> Any:
+        found = self.programs.get(strides)
+        if found is None:
+            with self.lock:
+                found = self.programs.get(strides)
+                if found is None:
+                    found = self.programs[strides] = self.compile(strides)
+        return found
+
+    def compile(self, strides: tuple) -> Any:
+        """Compile the backward for the given strides of its tangents; None says that they have to be made as traced."""
+        graph, values = self.halves.backward, list(self.values)
+        if strides == self.traced:
+            return self.compiler(graph, values, "backward")
+        if len(self.programs) >= VARIANTS:
+            return None
+        graph = specialise(graph, self.halves.saved, strides)
+        mode = values[-1].fake_mode
+        kept = values[: self.halves.saved]
+        for value, stride in zip(values[self.halves.saved :], strides):
+            if stride is not None:
+                with mode:
+                    kept.append(torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device))
+        try:
+            return self.compiler(graph, kept, "backward")
+        except (RuntimeError, ValueError) as error:
+            if None in strides or isinstance(error, CompileError):
+                raise
+            self.notes.append(("tangents are copied", f"no backward for strides {strides}: {error}"))
+            return None
+
+    def run_backward(self, saved: list[Any], tangents: list[Any]) -> tuple:
+        """Gradients of all inputs from saved tensors and tangents (None where no one needs a result)."""
+        strides = tuple([None if tangent is None else tangent.stride() for tangent in tangents])
+        program = self.program(strides)
+        if program is None:
+            tangents = [as_traced(tangent, value) for tangent, value in zip(tangents, self.values[self.halves.saved :])]
+            program = self.program(self.traced)
+        saved.extend([tangent for tangent in tangents if tangent is not None])
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                found = program(saved)
+        else:
+            found = program(saved)
+        return tuple([None if place is None else found[place] for place in self.halves.gradients])
+
+
+def as_traced(tangent: Tensor | None, value: Tensor) -> Tensor:
+    """A tangent with the strides that the backward was traced with."""
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return made.zero_() if tangent is None else made.copy_(tangent)
+
+
+def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> torch.fx.GraphModule:
+    """A copy of the backward graph in which absent tangents are zeros."""
+    made = torch.fx.Graph()
+    names: dict[torch.fx.Node, torch.fx.Node] = {}
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    absent = {node for node, stride in zip(inputs[saved:], strides) if stride is None}
+    zeros = []
+    for node in graph.graph.nodes:
+        if node in absent:
+            zeros.append(node)
+            continue
+        if zeros and node.op != "placeholder":
+            for tangent in zeros:
+                value = tangent.meta["val"]
+                options = {"dtype": value.dtype, "device": value.device}
+                names[tangent] = made.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
+                names[tangent].meta.update(tangent.meta)
+            zeros = []
+        names[node] = made.node_copy(node, names.__getitem__)
+    return torch.fx.GraphModule(graph, made)
+
+
+def make_function(owner: Differentiable) -> Any:
+    """The `autograd.Function` of one specialisation."""
+    halves, forward_program, fixed = owner.halves, owner.forward, owner.fixed
+    count = halves.results
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> tuple:
+            results = forward_program(list(inputs))
+            ctx.save_for_backward(*results[count:])
+            if fixed:
+                ctx.mark_non_differentiable(*[results[number] for number in fixed])
+            ctx.set_materialize_grads(False)
+            return tuple(results[:count])
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            tangents = [gradient for gradient, grad in zip(gradients, owner.requires_grad) if grad]
+            if all(tangent is None for tangent in tangents):
+                return (None,) * len(halves.gradients)
+            saved = list(ctx.saved_tensors)
+            ctx.maybe_clear_saved_tensors()
+            twice = torch.is_grad_enabled()
+            with torch.no_grad():
+                found = owner.run_backward(saved, tangents)
+            if not twice:
+                return found
+            places = [number for number, gradient in enumerate(found) if gradient is not None]
+            anchor = torch.zeros((), requires_grad=True)
+            marked = dict(zip(places, SecondOrder.apply(anchor, *[found[number] for number in places])))
+            return tuple(marked.get(number) for number in range(len(found)))
+
+    return Fused

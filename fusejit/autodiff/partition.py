@@ -1,0 +1,70 @@
+"""Partition: the joint graph cut into a forward and a backward graph.
+
+In: the joint graph of `joint.py`. Out: `Halves`: forward (results, then saved tensors), backward (saved tensors and tangents to
+gradients). What is cheap is recomputed in the backward instead of saved: torch's min-cut partitioner decides.
+
+    >>> halves = partition(joint, inputs, 1, 3)
+    >>> halves.saved
+    2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+GraphModule = torch.fx.GraphModule
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A forward and a backward graph.
+
+    Attributes:
+        forward: inputs to (results..., saved tensors...).
+        backward: (saved tensors..., tangents...) to the gradients that exist.
+        results: number of results; saved: number of saved tensors.
+        gradients: for each input of the forward, the index of its gradient among the backward's outputs, or None.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    results: int
+    saved: int
+    gradients: tuple[int | None, ...]
+
+
+def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
+    """Cut the joint graph; `inputs` are its example inputs and `results` the number of forward results."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # costs seconds of import: only when compiling
+
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=results)
+    outputs = forward.graph.output_node().args[0]
+    keep_mutated(forward, results)
+    gradients, kept = [], []
+    output = backward.graph.output_node()
+    for value in output.args[0]:  # type: ignore[union-attr]
+        gradients.append(len(kept) if isinstance(value, torch.fx.Node) else None)
+        if isinstance(value, torch.fx.Node):
+            kept.append(value)
+    output.args = (tuple(kept),)
+    backward.recompile()
+    return Halves(forward, backward, results, len(outputs) - results, tuple(gradients))  # type: ignore[arg-type]
+
+
+def keep_mutated(forward: GraphModule, results: int) -> None:
+    """Save copies of inputs that the forward itself overwrites: the backward was traced with their old values."""
+    graph = forward.graph
+    written = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
+    output = graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for number in range(results, len(values)):
+        value = values[number]
+        if value in written and isinstance(value, torch.fx.Node) and value.op == "placeholder":
+            with graph.inserting_before(first):
+                values[number] = graph.call_function(torch.ops.aten.clone.default, (value,))
+            values[number].meta.update(value.meta)
+    output.args = (tuple(values),)
+    forward.recompile()

@@ -1,0 +1,415 @@
+"""`fusejit bench`: every block, eager against fused, as one table.
+
+In: names of blocks (all if none). Out: `Row`s, printed as a table and, on request, written as JSON; an exit code.
+
+With a GPU the times are measured: medians of CUDA events, the L2 cache flushed before each call, next to a device copy in the same run.
+Without one nothing is timed on a device: kernels and bytes come from `explain()` at the real shapes, the time is the roofline's (bytes
+over the copy bandwidth of an H100), the kernels are compiled for sm_90, and the error is found by running them in Triton's interpreter at
+small shapes.
+
+    block                pass     kernels        bytes (MB)       roofline (us) ...
+    bias_gelu            forward   2 ->  1     268.5 -> 134.2       89.5 -> 44.7
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .blocks import BLOCKS, Block
+from .compile import compile_for
+from .errors import FusejitError
+from .jit import jit
+
+H100_COPY = 3.0e12  # bytes a second that a device copy reads and writes on an H100
+FLUSH_BYTES = 256 << 20  # several times the L2 cache of any current GPU
+PASSES = ("forward", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One block in one pass. Times in microseconds; None: this machine cannot tell. `bytes_*` leave out the calls both sides share."""
+
+    block: str
+    pass_: str
+    shape: tuple[int, ...]
+    dtype: str
+    kernels_eager: int
+    kernels: int
+    externs: int
+    bytes_eager: int
+    bytes_fused: int
+    bytes_minimum: int
+    error: float
+    error_eager: float
+    right: bool
+    compile_ms: float | None = None
+    regs: int | None = None
+    spills: int | None = None
+    us_eager: float | None = None
+    us: float | None = None
+    measured: bool = False
+    fallbacks: tuple[str, ...] = ()
+
+    @property
+    def ratio(self) -> float | None:
+        return self.us_eager / self.us if self.us and self.us_eager else None
+
+    @property
+    def gb_s(self) -> float | None:
+        """The bytes that have to move, over the measured time."""
+        return self.bytes_minimum / self.us / 1e3 if self.us and self.measured else None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    device: str
+    versions: dict[str, str]
+    commit: str
+    copy_gb_s: float | None
+    seconds: float
+    rows: tuple[Row, ...]
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        rows = [asdict(row) | {"pass": row.pass_, "ratio": row.ratio, "gb_s": row.gb_s} for row in self.rows]
+        for row in rows:
+            del row["pass_"]
+        return json.dumps(asdict(self) | {"rows": rows}, indent=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------- what is measured
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def tangents(outputs: Any) -> list[Tensor]:
+    """Seeded normal gradients for the differentiable outputs, drawn on the CPU so that every device gets the same."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in tensors(outputs) if o.requires_grad]
+
+
+def gradients(outputs: Any, args: Sequence[Any], with_tangents: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of the differentiable arguments."""
+    leaves = [o for o in tensors(outputs) if o.requires_grad]
+    return list(torch.autograd.grad(leaves, [a for a in tensors(args) if a.requires_grad], list(with_tangents)))
+
+
+def run(fn: Callable[..., Any], args: Sequence[Any], pass_: str) -> list[Tensor]:
+    """Outputs of `fn(*args)`, followed by the gradients of its arguments when `pass_` is "both"."""
+    if pass_ == "forward":
+        with torch.no_grad():
+            return tensors(fn(*args))
+    outputs = fn(*args)
+    return tensors(outputs) + gradients(outputs, args, tangents(outputs))
+
+
+def errors(block: Block, pass_: str, *, backend: str, device: str, dtype: torch.dtype | None = None) -> tuple[float, float, bool]:
+    """Run a block at its small shape, fused and eager, and compare both with float64.
+
+    Returns: (fused, eager, right): the largest difference as a fraction of the largest value of that output or gradient, and whether each
+    fused one is at most twice eager's plus two ulp.
+    """
+    args = block.make(block.small, device, dtype)
+    wide = tuple(
+        a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+    )
+
+    def compare(fn: Callable[..., Any]) -> list[tuple[float, float]]:
+        got = run(fn, args, pass_)
+        reference = block.reference
+        wanted = run(block.fn if reference is None else lambda *a: reference(got, *a), wide, pass_)
+        return [(difference(g, w), torch.finfo(g.dtype).eps) for g, w in zip(got, wanted, strict=True) if g.is_floating_point()]
+
+    fused, eager = compare(jit(block.fn, backend=backend, name=block.name)), compare(block.fn)
+    right = all(f <= 2 * e + 2 * eps for (f, eps), (e, _) in zip(fused, eager, strict=True))
+    return max(f for f, _ in fused), max(e for e, _ in eager), right
+
+
+def difference(got: Tensor, wanted: Tensor) -> float:
+    """Largest |got - wanted| over the largest |wanted|; infinite where one is NaN and the other is not."""
+    if got.shape != wanted.shape or not torch.equal(got.isnan(), wanted.isnan()):
+        return math.inf
+    largest = float(wanted.detach().abs().nan_to_num().max()) if wanted.numel() else 0.0
+    return float((got.detach().double() - wanted.detach()).abs().nan_to_num().max()) / (largest or 1.0) if wanted.numel() else 0.0
+
+
+class EagerKernels(TorchDispatchMode):
+    """Counts the ATen calls that launch something, and apart from them those that stay calls when fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shares_memory = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not shares_memory and func._schema.name not in _SILENT:
+            self.launches += 1
+        return func(*args, **(kwargs or {}))
+
+
+_SILENT = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach")}
+
+
+def eager_kernels(block: Block, pass_: str) -> int:
+    """ATen calls of one eager call at the real shape that run a kernel at least once (views and allocations do not)."""
+    args = tuple(a.to("meta").requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in block.make(block.real, "meta"))
+    with EagerKernels() as counter:
+        if pass_ == "forward":
+            with torch.no_grad():
+                block.fn(*args)
+        else:
+            outputs = block.fn(*args)
+            before = counter.launches
+            given = [torch.empty_like(o) for o in tensors(outputs) if o.requires_grad]
+            counter.launches = before
+            gradients(outputs, args, given)
+    return counter.launches
+
+
+# ------------------------------------------------------------------------------------------------------------------------ one row
+
+
+def row(block: Block, pass_: str, copy: float | None) -> Row:
+    """Measure one block in one pass; `copy` is the device's copy bandwidth in bytes a second, None without a GPU."""
+    grad = contextlib.nullcontext() if pass_ == "both" else torch.no_grad()
+    with grad:
+        args = block.make(block.real, "cuda") if copy else block.make_untouched(block.real)
+        report = jit(block.fn, backend="triton" if copy else "interpret", name=block.name).explain(*args)
+        compiled = {} if copy else _compiled(block, args)
+    times = _timed(block, args, pass_) if copy else (report.bytes_eager / H100_COPY * 1e6, report.bytes_fused / H100_COPY * 1e6)
+    del args
+    backend, device = ("triton", "cuda") if copy else ("interpret", "cpu")
+    error, error_eager, right = errors(block, pass_, backend=backend, device=device)
+    calls = len(report.externs)
+    return Row(
+        block=block.name,
+        pass_=pass_,
+        shape=block.real,
+        dtype=str(block.dtype).removeprefix("torch."),
+        kernels_eager=eager_kernels(block, pass_) - calls,
+        kernels=report.launches,
+        externs=calls,
+        bytes_eager=report.bytes_eager,
+        bytes_fused=report.bytes_fused,
+        bytes_minimum=report.bytes_minimum,
+        error=error,
+        error_eager=error_eager,
+        right=right,
+        us_eager=times[0],
+        us=times[1],
+        measured=copy is not None,
+        fallbacks=tuple(map(str, report.fallbacks)),
+        **compiled,
+    )
+
+
+def _compiled(block: Block, args: Sequence[Any]) -> dict[str, Any]:
+    start = time.perf_counter()
+    program = compile_for(block.fn, tuple(args), target="sm_90")
+    elapsed = (time.perf_counter() - start) * 1e3
+    kernels = program.kernels
+    regs, spills = max((k.n_regs for k in kernels), default=0), max((k.n_spills for k in kernels), default=0)
+    return {"compile_ms": elapsed, "regs": regs, "spills": spills}
+
+
+def _timed(block: Block, args: Sequence[Any], pass_: str) -> tuple[float, float]:
+    """Median microseconds (eager, fused)."""
+    fused = jit(block.fn, backend="triton", name=block.name)
+    found = []
+    for fn in (block.fn, fused):
+        outputs = fn(*args)
+        given = tangents(outputs) if pass_ == "both" else []
+
+        def call(fn: Callable[..., Any] = fn, given: list[Tensor] = given) -> None:
+            if pass_ == "both":
+                gradients(fn(*args), args, given)
+            else:
+                with torch.no_grad():
+                    fn(*args)
+
+        del outputs
+        found.append(median_us(call))
+    return found[0], found[1]
+
+
+def device_us(call: Callable[[], Any], budget_s: float = 0.4) -> list[float]:
+    """Device time of each of 10 to 200 calls in microseconds, their inputs out of the L2 cache; needs a GPU."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    count = max(10, min(200, int(budget_s / max(time.perf_counter() - start, 1e-5))))
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for before, after in events:
+        flush.zero_()  # also keeps the device busy while the host launches, so that the host's time does not count
+        before.record()
+        call()
+        after.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) * 1e3 for before, after in events]
+
+
+def median_us(call: Callable[[], Any]) -> float:
+    """The median of `device_us`."""
+    return statistics.median(device_us(call))
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a device copy of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (median_us(lambda: target.copy_(source)) * 1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- the command
+
+
+@contextlib.contextmanager
+def progress(stream: TextIO) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows one line, rewritten in place; silent unless `stream` is a terminal."""
+    shown = stream.isatty()
+
+    def show(text: str) -> None:
+        if shown:
+            stream.write("\r\x1b[2K" + text)
+            stream.flush()
+
+    yield show
+    show("")
+
+
+def bench(names: Sequence[str] = (), *, stream: TextIO | None = None) -> Result:
+    """Measure the named blocks (all if none) and return their rows; an error of one block is kept in `failed` and does not stop the others.
+
+    Raises:
+        KeyError: a name that is no block.
+    """
+    unknown = [name for name in names if name not in BLOCKS]
+    if unknown:
+        raise KeyError(f"no block named {', '.join(unknown)}; there are {', '.join(BLOCKS)}")
+    start = time.perf_counter()
+    gpu = torch.cuda.is_available()
+    work = [(BLOCKS[n], p) for n in (names or BLOCKS) for p in PASSES if p == "forward" or BLOCKS[n].grad]
+    rows, failed = [], {}
+    with progress(stream or sys.stderr) as show:
+        show("measuring a device copy" if gpu else "starting")
+        copy = copy_bandwidth() if gpu else None
+        for number, (block, pass_) in enumerate(work, 1):
+            show(f"[{number}/{len(work)}] {block.name}, {pass_}")
+            try:
+                rows.append(row(block, pass_, copy))
+            except (FusejitError, RuntimeError, AssertionError) as error:
+                failed[f"{block.name}, {pass_}"] = (
+                    f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                )
+    device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, no GPU"
+    return Result(device, versions(), commit(), copy / 1e9 if copy else None, time.perf_counter() - start, tuple(rows), failed)
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for package in ("fusejit", "torch", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found | {"torch": torch.__version__}
+
+
+def commit() -> str:
+    """The commit of the source tree, "+" appended when it has changes; FUSEJIT_COMMIT where there is no git; "unknown" otherwise."""
+    here = Path(__file__).resolve().parent
+    try:
+        text = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            capture_output=True, text=True, timeout=10, check=True,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        text = ""
+    return text or os.environ.get("FUSEJIT_COMMIT", "unknown")
+
+
+# ------------------------------------------------------------------------------------------------------------------------ the table
+
+
+def table(result: Result) -> str:
+    """The rows as text."""
+    measured = result.copy_gb_s is not None
+    columns = _MEASURED if measured else _PREDICTED
+    lines = [[title for title, _ in columns]] + [[str(cell(r, result)) for _, cell in columns] for r in result.rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    text = ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))).rstrip() for line in lines]
+    text.insert(1, "  ".join("-" * w for w in widths))
+    notes = [
+        f"{result.device}; "
+        + ", ".join(f"{k} {v}" for k, v in result.versions.items())
+        + f"; commit {result.commit}; {result.seconds:.0f} s"
+    ]
+    notes += _LEGEND_MEASURED if measured else _LEGEND_PREDICTED
+    notes += [f"FAILED {name}: {reason}" for name, reason in result.failed.items()]
+    notes += [f"WRONG {r.block}, {r.pass_}: error {r.error:.1e}, eager's {r.error_eager:.1e}" for r in result.rows if not r.right]
+    notes += [f"fallback in {r.block}, {r.pass_}: {text}" for r in result.rows for text in r.fallbacks]
+    return "\n".join(text + [""] + notes)
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.1f}"
+
+
+_COMMON: tuple[tuple[str, Callable[[Row, Result], str]], ...] = (
+    ("block", lambda r, _: r.block),
+    ("pass", lambda r, _: r.pass_),
+    ("kernels", lambda r, _: f"{r.kernels_eager} -> {r.kernels}"),
+    ("MB moved", lambda r, _: f"{_mb(r.bytes_eager)} -> {_mb(r.bytes_fused)}"),
+)
+_ERROR: tuple[tuple[str, Callable[[Row, Result], str]], ...] = (("error (eager's)", lambda r, _: f"{r.error:.1e} ({r.error_eager:.1e})"),)
+_PREDICTED = (
+    *_COMMON,
+    ("least MB", lambda r, _: _mb(r.bytes_minimum)),
+    ("H100 roofline us", lambda r, _: f"{r.us_eager:.1f} -> {r.us:.1f}"),
+    ("ratio", lambda r, _: f"{r.ratio:.2f}x" if r.ratio else "-"),
+    ("compile ms", lambda r, _: f"{r.compile_ms:.0f}"),
+    ("regs", lambda r, _: str(r.regs)),
+    ("spills", lambda r, _: str(r.spills)),
+    *_ERROR,
+)
+_MEASURED = (
+    *_COMMON,
+    ("us", lambda r, _: f"{r.us_eager:.1f} -> {r.us:.1f}"),
+    ("ratio", lambda r, _: f"{r.ratio:.2f}x" if r.ratio else "-"),
+    ("GB/s", lambda r, _: f"{r.gb_s:.0f}" if r.gb_s else "-"),
+    ("% of copy", lambda r, result: f"{100 * r.gb_s / result.copy_gb_s:.0f}" if r.gb_s and result.copy_gb_s else "-"),
+    *_ERROR,
+)
+_LEGEND_PREDICTED = [
+    "eager -> fused. Nothing was timed on a GPU: the time is bytes moved over 3.0 TB/s (a device copy on an H100), without matmuls and",
+    "attention, which both sides call alike. Registers and spills: the worst kernel, compiled for sm_90. Error: kernels run in Triton's",
+    "interpreter at small shapes against float64, as a fraction of the largest value; in brackets eager's in the same dtype.",
+]
+_LEGEND_MEASURED = [
+    "eager -> fused. Times: medians of CUDA events with a cold L2 cache, matmuls and attention included. GB/s: the least bytes that have",
+    "to move over the fused time; % of a device copy in the same run. Error: at small shapes against float64, as a fraction of the largest",
+    "value; in brackets eager's in the same dtype.",
+]

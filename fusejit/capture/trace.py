@@ -1,0 +1,465 @@
+"""Capture by tracing: run a Python function once on fake tensors and keep its ops as a graph.
+
+In: a function and the arguments of one call. Out: a `Captured`: a `torch.fx` graph of ATen ops before autograd and autocast
+(linear, layer_norm, dropout and scaled_dot_product_attention stay whole), whose inputs are the tensors among the arguments
+and then every other tensor that the body touched (parameters, buffers, closed-over tensors).
+
+    >>> captured = capture(lambda x: (x + 1).relu(), (torch.ones(2),), {})
+    >>> print(captured.graph.graph)
+    graph():
+        %arg0_1 : [num_users=1] = placeholder[target=arg0_1]
+        %add : [num_users=1] = call_function[target=torch.ops.aten.add.Tensor](args = (%arg0_1, 1), kwargs = {})
+        %relu : [num_users=1] = call_function[target=torch.ops.aten.relu.default](args = (%add,), kwargs = {})
+        return (relu,)
+
+Nothing of the capture stays behind: attributes, containers and globals that the body wrote are put back (see effects.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..errors import CaptureError, Unsupported
+from . import tree
+from .effects import Effect, Recorder
+from .lines import error_line, frame_entry, frame_line, raised_by_user, user_frame
+
+Tensor = torch.Tensor
+LOCK = threading.RLock()
+"""One capture at a time: it replaces attribute methods of classes that all threads share."""
+LOCAL = threading.local()
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+WAY_OUT = "keep it outside the jitted function, or compute it with tensor ops"
+
+
+class ArgumentError(CaptureError, TypeError):
+    """An argument whose type a jitted function cannot take."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """A captured function.
+
+    Attributes:
+        graph: module of the graph; inputs: argument tensors, then lifted tensors; output: a flat tuple of tensors.
+        positions: for each argument tensor of the graph, its index among the flattened arguments' leaves.
+        lifted: the other tensors, in the order of their placeholders.
+        outputs: for each leaf of the result, its index in the graph's output, or `Constant(value)`.
+        structure: of the result (see tree.py).
+        same: (tensor, i): closed-over tensors that were the same object as argument tensor i.
+        effects, reads, sources: see effects.py.
+        inference: entered `torch.inference_mode` somewhere; its ops run under no_grad.
+    """
+
+    graph: torch.fx.GraphModule
+    positions: tuple[int, ...]
+    lifted: tuple[Tensor, ...]
+    outputs: tuple[Any, ...]
+    structure: Any
+    same: list[tuple[Tensor, int]]
+    effects: list[Effect]
+    recorder: Recorder
+    name: str
+
+    def unflatten(self, results: Any) -> Any:
+        """Build the function's result from the tensors that the graph returned."""
+        leaves = [item.value if type(item) is Constant else results[item] for item in self.outputs]
+        return tree.unflatten(self.structure, iter(leaves))
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf of the result that is no tensor."""
+
+    value: Any
+
+
+class Retrace(BaseException):
+    """The body uses a functorch transform, which needs tracing below autograd."""
+
+
+def active() -> bool:
+    """Whether this thread is inside a capture."""
+    return getattr(LOCAL, "recorder", None) is not None
+
+
+def recorder() -> Recorder:
+    """The recorder of the capture that this thread is in."""
+    return LOCAL.recorder
+
+
+# Functions of torch that a graph cannot repeat: what the user calls them.
+T = torch.Tensor
+VALUE = "reads the values of a tensor, which are not known while capturing"
+GRADIENT = "changes how gradients flow by a Python callback, which a graph cannot keep"
+REFUSED: dict[Any, tuple[str, str]] = {
+    T.item: (".item()", VALUE),
+    T.tolist: (".tolist()", VALUE),
+    T.numpy: (".numpy()", VALUE),
+    T.__array__: ("a conversion to numpy", VALUE),
+    T.data_ptr: (".data_ptr()", "depends on the address of a tensor"),
+    T.__repr__: ("printing a tensor", VALUE),
+    T.__format__: ("formatting a tensor", VALUE),
+    T.__deepcopy__: ("copy.deepcopy of a tensor", "needs the tensor's storage; use .clone()"),
+    T.__reduce_ex__: ("pickling a tensor", VALUE),
+    T.register_hook: ("Tensor.register_hook", GRADIENT),
+    T.register_post_accumulate_grad_hook: ("Tensor.register_post_accumulate_grad_hook", GRADIENT),
+    T.retain_grad: ("Tensor.retain_grad", "asks for the gradient of a value that exists only inside the graph"),
+    T.requires_grad_: ("Tensor.requires_grad_", "changes a tensor's autograd state inside the graph"),
+    T.requires_grad.__set__: ("setting .requires_grad", "changes a tensor's autograd state inside the graph"),  # type: ignore[attr-defined]
+    T.grad.__get__: ("reading .grad", "reads a gradient that is not an input of the graph; pass it as an argument"),  # type: ignore[attr-defined]
+    T.grad.__set__: ("setting .grad", "changes a gradient from inside the graph"),  # type: ignore[attr-defined]
+    T.grad_fn.__get__: ("reading .grad_fn", "depends on autograd's own graph"),  # type: ignore[attr-defined]
+    T.data.__set__: ("setting .data", "replaces a tensor's memory inside the graph"),  # type: ignore[attr-defined]
+    T.backward: ("Tensor.backward", "runs autograd inside the graph; jit the forward function and call backward outside"),
+    torch.autograd.grad: ("torch.autograd.grad", "runs autograd inside the graph; jit the forward function and call it outside"),
+    torch.autograd.backward: ("torch.autograd.backward", "runs autograd inside the graph; call it outside"),
+    torch.from_numpy: ("torch.from_numpy", "would freeze the array's values; pass a tensor"),
+}
+DATA = T.data.__get__  # type: ignore[attr-defined]
+
+
+class Tracing(TorchFunctionMode):
+    """Sees each torch call of the body first: replaces real tensors by inputs of the graph, notes the user's line, refuses what is lost."""
+
+    def __init__(self, fake_mode: Any, plain: bool, stop: Any) -> None:
+        super().__init__()
+        self.fake_mode, self.plain, self.stop = fake_mode, plain, stop
+        self.twins: dict[int, Any] = {}
+        self.arguments: dict[int, int] = {}
+        self.lifted: list[tuple[Tensor, torch.fx.Node]] = []
+        self.same: list[tuple[Tensor, int]] = []
+        self.inference = torch.is_inference_mode_enabled()
+        self.last_frame: str = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        import torch.fx.traceback as fx_traceback  # the module's attribute `current_meta` is replaced now and then
+
+        frame = user_frame(sys._getframe(1), self.stop)
+        if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None):
+            op, reason = REFUSED[func]
+            raise Unsupported(op, f"{reason}; {WAY_OUT}", frame_line(frame))
+        if torch._C._functorch.maybe_current_level() is not None and not self.plain:
+            raise Retrace
+        fx_traceback.current_meta["stack_trace"] = frame_entry(frame)
+        if torch.is_inference_mode_enabled() is not self.inference:
+            self.note_inference()
+        if func == DATA:
+            func = T.detach
+        if kwargs:
+            return func(*self.replace(args), **{name: self.replace(value) for name, value in kwargs.items()})
+        return func(*self.replace(args))
+
+    def replace(self, value: Any) -> Any:
+        """Replace real tensors in (nested lists of) arguments by their fake twins."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self.twin(value)
+        if kind is tuple or kind is list:
+            return kind([self.replace(item) for item in value])
+        if kind is dict:
+            return {name: self.replace(item) for name, item in value.items()}
+        return value
+
+    def twin(self, value: Tensor) -> Tensor:
+        """Return the fake twin of a tensor; a real one met for the first time becomes an input of the graph."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return value
+        found = self.twins.get(id(value))
+        if found is None:
+            found = self.twins[id(value)] = self.lift(value)
+        elif id(value) in self.arguments:
+            self.same.append((value, self.arguments[id(value)]))
+        return found
+
+    def lift(self, value: Tensor) -> Tensor:
+        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+
+        refuse_tensor(value, "a closed-over tensor")
+        if self.plain and value.requires_grad and torch.is_grad_enabled():
+            raise Unsupported("a torch.func transform", "cannot be differentiated from outside; call it under torch.no_grad()")
+        mode = get_proxy_mode()
+        assert mode is not None
+        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.inference_mode(False):
+            fake = self.fake_mode.from_tensor(value)
+        assert isinstance(fake, FakeTensor)
+        proxy = mode.tracer.create_proxy("placeholder", f"lifted_{len(self.lifted)}", (), {})  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
+            track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
+        self.lifted.append((value, proxy.node))
+        return fake
+
+    def note_inference(self) -> None:
+        """Write the entering and leaving of inference mode, which torch's tracing does not see, as changes of grad mode."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        self.inference = torch.is_inference_mode_enabled()
+        mode = get_proxy_mode()
+        assert mode is not None
+        mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (torch.is_grad_enabled(),), {})  # type: ignore[attr-defined]
+
+
+def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = ()) -> Captured:
+    """Trace `fn(*args, **kwargs)` without computing anything.
+
+    Args:
+        fn: any callable; the body runs once, on fake tensors of the arguments' dtype, shape, strides and device.
+        args, kwargs: real tensors (or fake ones) and Python values, nested in any pytree.
+        name: how messages call the function.
+        watch: objects whose attribute reads matter besides `fn` (a method's `self`).
+
+    Raises:
+        Unsupported: something in the body cannot be captured; names the user's line.
+        ArgumentError: an argument has a type that cannot be captured.
+        Exception: whatever the body itself raised, the same object.
+    """
+    leaves: list[Any] = []
+    structure = tree.flatten((args, kwargs), leaves)
+    check_arguments(structure, leaves)
+    with LOCK:
+        try:
+            return trace_once(fn, structure, leaves, name, watch, plain=False)
+        except Retrace:
+            if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+                reason = "its gradient from outside would be lost; call the jitted function under torch.no_grad()"
+                raise Unsupported("a torch.func transform inside a jitted function", reason) from None
+            return trace_once(fn, structure, leaves, name, watch, plain=True)
+
+
+def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, plain: bool) -> Captured:
+    """Run the body once; whatever happens, put the user's objects back."""
+    watcher = LOCAL.recorder = Recorder()
+    generators = random.getstate(), numpy_state()
+    error: BaseException | None = None
+    try:
+        for item in (fn, *watch, *leaves):
+            watcher.watch(item)
+        captured = run_body(fn, structure, leaves, name, plain, watcher)
+    except BaseException as raised:  # put back in order below, whatever it was
+        error = raised
+    finally:
+        LOCAL.recorder = None
+    effects = watcher.restore()
+    if error is not None:
+        made = explain_error(error)
+        if made is not error:
+            made.__cause__ = error
+        if isinstance(made, Unsupported):
+            made.recorder = watcher  # type: ignore[attr-defined]  # what the failed capture read guards the fallback
+        raise made
+    if generators[0] != random.getstate() or generators[1] != numpy_state():
+        restore_generators(generators)
+        raise Unsupported("Python's or numpy's random numbers", "would be frozen into the graph; use torch's, or pass them as arguments")
+    captured.effects = effects
+    return captured
+
+
+def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: bool, watcher: Recorder) -> Captured:
+    """The trace itself: fake inputs, make_fx, and the graph put in order."""
+    import torch.fx.traceback as fx_traceback
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+    modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
+    fake_mode = modes.pop() if modes else FakeTensorMode()
+    tracing = Tracing(fake_mode, plain, None)
+    result: list[Any] = []
+    positions: list[int] = []
+    fakes: list[Tensor] = []
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and id(leaf) not in tracing.twins:
+            with torch.inference_mode(False):
+                fake = leaf if isinstance(leaf, FakeTensor) else fake_mode.from_tensor(leaf)
+            tracing.arguments[id(leaf)] = len(fakes)
+            tracing.twins[id(leaf)] = fake
+            positions.append(number)
+            fakes.append(fake)
+
+    def body(*inputs: Tensor) -> tuple[Tensor, ...]:
+        stand_in = dict(zip(tracing.arguments, inputs))
+        mode = get_proxy_mode()
+        assert mode is not None
+        watcher.ignored.add(id(mode.tracer.root))  # type: ignore[attr-defined]
+        values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree.unflatten(structure, iter(values))
+        with tracing, watcher:  # inside the trace: fx replaces nn.Module.__getattr__ too
+            out = fn(*args, **kwargs)
+            if torch.is_inference_mode_enabled() is not tracing.inference:
+                tracing.note_inference()
+            check_unchanged((args, kwargs), structure, values)
+            flat: list[Any] = []
+            result.append(tree.flatten(out, flat))
+            flat = [tracing.replace(item) for item in flat]
+        result.append(flat)
+        return tuple(item for item in flat if isinstance(item, Tensor))
+
+    tracing.stop = body.__code__
+    with capture_state(), fake_mode, fx_traceback.preserve_node_meta():
+        fx_traceback.current_meta.pop("stack_trace", None)
+        module = make_fx(body, tracing_mode="real", pre_dispatch=not plain)(*fakes)
+    order_graph(module, [node for _, node in tracing.lifted])
+    lifted = tuple(value for value, _ in tracing.lifted)
+    outputs = sort_outputs(result[1])
+    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name)
+
+
+@contextlib.contextmanager
+def capture_state() -> Iterator[None]:
+    """Trace outside inference mode (its tensors cannot be traced), keeping its absence of gradients; give autocast back."""
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(grad and not inference):
+            yield
+    finally:
+        torch._C._set_grad_enabled(grad)
+
+
+def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> None:
+    """Put lifted inputs behind the arguments, drop grad-mode switches without effect, refuse tensors that lost their origin."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    graph = module.graph
+    names = {node.name for node in lifted}
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name not in names]
+    moved = [node for node in graph.nodes if node.op == "placeholder" and node.name in names]
+    anchor = next(node for node in graph.nodes if node not in inputs and node not in moved)
+    for node in (*inputs, *moved):
+        anchor.prepend(node)
+    current, pending = torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), None
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            value = getattr(module, str(node.target))
+            if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+                reason = "a tensor made there cannot be followed through the graph"
+                raise Unsupported(
+                    "a step outside torch's tracing", reason, next((line for user in node.users if (line := node_line(user))), "")
+                )
+        if node.target is torch._C._set_grad_enabled:
+            if pending is not None:
+                graph.erase_node(pending)
+            pending = node
+        elif pending is not None and (node.op == "call_function" or node.op == "output"):
+            if pending.args[0] is current:
+                graph.erase_node(pending)
+            else:
+                current = pending.args[0]
+            pending = None
+    graph.lint()
+    module.recompile()
+
+
+def node_line(node: torch.fx.Node) -> str:
+    from .lines import user_line
+
+    return user_line(node)
+
+
+OUTPUT_VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), type)
+
+
+def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
+    """Give each leaf of the result its place among the graph's outputs, or keep it as a constant."""
+    found: list[Any] = []
+    count = 0
+    for item in flat:
+        if isinstance(item, Tensor):
+            found.append(count)
+            count += 1
+        elif isinstance(item, OUTPUT_VALUES) or callable(item) or not hasattr(item, "__dict__"):
+            found.append(Constant(item))
+        else:
+            cls = type(item)
+            reason = "return tensors, Python values, or a class registered with torch.utils._pytree.register_pytree_node"
+            raise Unsupported(f"a result of type {cls.__module__}.{cls.__qualname__}", reason)
+    return tuple(found)
+
+
+def check_unchanged(now: Any, structure: Any, values: list[Any]) -> None:
+    """Refuse a body that changed a container among its arguments: the caller would not see it."""
+    leaves: list[Any] = []
+    same = tree.flatten(now, leaves) == structure and len(leaves) == len(values)
+    if not same or any(one is not other for one, other in zip(leaves, values)):
+        raise Unsupported("changing a list, dict or dataclass that is an argument", "the caller would not see it; return the new one")
+
+
+# Arguments.
+
+
+def refuse_tensor(value: Tensor, what: str) -> None:
+    """Raise for a tensor that is no plain strided one."""
+    if type(value) not in PLAIN_TYPES and not isinstance(value, torch.nn.Parameter):
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if not isinstance(value, FakeTensor):
+            raise Unsupported(f"{what} of type {type(value).__name__}", "tensor subclasses run eagerly")
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        raise Unsupported(f"{what} with layout {value.layout}", "only strided tensors are captured")
+
+
+def check_arguments(structure: Any, leaves: list[Any]) -> None:
+    """Refuse arguments that no capture can take, by name."""
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            refuse_tensor(leaf, f"argument {argument_name(structure, number)}")
+        elif type(leaf).__module__ == "numpy" and type(leaf).__name__ == "ndarray":
+            name = argument_name(structure, number)
+            raise ArgumentError(f"argument {name} is a numpy array: pass torch.from_numpy({name}) instead")
+        elif hasattr(type(leaf), "__next__"):
+            reason = "it can be read only once; pass a list or a tuple"
+            raise ArgumentError(f"argument {argument_name(structure, number)} is an iterator ({type(leaf).__name__}): {reason}")
+
+
+def argument_name(structure: Any, number: int) -> str:
+    """Name a leaf of (args, kwargs): ``args[0]`` or ``mask``."""
+    path = tree.paths(structure)[number]
+    if path.startswith("[0]"):
+        return "args" + path[3:]
+    keyword, _, rest = path[3:].partition("]")
+    return keyword.strip("['\"") + rest
+
+
+# Errors and states.
+
+
+def explain_error(error: BaseException) -> BaseException:
+    """Turn torch's own refusals into `Unsupported`; leave the user's exceptions as they are."""
+    if isinstance(error, (Unsupported, Retrace)) or not isinstance(error, Exception) or raised_by_user(error):
+        return error
+    name = type(error).__name__
+    if name in DATA_DEPENDENT or "data-dependent" in str(error).lower():
+        return Unsupported("control flow or a shape that depends on the values of a tensor", DATA_DEPENDENT_WAY_OUT, error_line(error))
+    return Unsupported(f"torch ({name})", str(error).strip().split("\n")[0], error_line(error))
+
+
+DATA_DEPENDENT = frozenset({"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"})
+DATA_DEPENDENT_WAY_OUT = "use torch.where (or masks) instead of `if`, `.item()`, boolean indexing or nonzero, or move it outside"
+
+
+def numpy_state() -> Any:
+    """numpy's global random state as something comparable; None when numpy is not imported."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    name, keys, position, *rest = numpy.random.get_state()
+    return (name, keys.tobytes(), position, *rest)
+
+
+def restore_generators(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        numpy = sys.modules["numpy"]
+        name, keys, *rest = states[1]
+        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))

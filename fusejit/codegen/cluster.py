@@ -1,0 +1,343 @@
+"""Expressions and clusters: what one kernel computes, as data.
+
+In: ops on layouts. Out: `Cluster`, stores over parallel and reduce axes whose leaves hold one stride per axis.
+
+    layernorm_0     parallel 512 | reduce 768
+      load  x             768   |   1     float32
+      load  w               0   |   1     float32
+      store y             768   |   1     float32
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+
+from .layout import Computed, Layout, Reshape, View, apply, refine
+
+_INTERNED: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Node:
+    """Base of all expressions. Nodes are interned: structural equality is identity, so a DAG is never walked twice."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Const(Node):
+    """A Python number."""
+
+    value: bool | int | float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Iota(Node):
+    """The natural numbers seen through a layout: its value at a coordinate is the layout's offset there."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load(Node):
+    """An element of `buffer` at `layout`'s offset plus the sum of `index` (expression, stride) terms.
+
+    Where `mask` (a bool expression) is false nothing is read and the value is `fill`.
+    """
+
+    buffer: str
+    layout: Layout
+    index: tuple[tuple[Expr, int], ...] = ()
+    mask: Expr | None = None
+    fill: bool | int | float = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compute(Node):
+    """A pointwise op of the op table; `args` already have the dtypes that the op wants."""
+
+    op: str
+    args: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduce(Node):
+    """A reduction of the op table over all reduce axes of the cluster; arg-reductions have args (value, index)."""
+
+    op: str
+    args: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Random(Node):
+    """A number of a counter-based generator: `kind` (rand, randn), `seed` an int64 expression, `offset` the counter."""
+
+    kind: str
+    seed: Expr
+    offset: Expr
+
+
+Expr: TypeAlias = "Const | Iota | Load | Compute | Reduce | Random"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _intern(cls: type, dtype: torch.dtype, *fields: object) -> Expr:
+    key = (cls, dtype, *(f if not isinstance(f, (bool, int, float)) else (type(f), repr(f)) for f in fields))
+    node = _INTERNED.get(key)
+    if node is None:
+        node = _INTERNED[key] = cls(dtype, *fields)
+    return node  # type: ignore[return-value]
+
+
+def const(value: bool | int | float, dtype: torch.dtype) -> Expr:
+    """Return `value` as a constant of `dtype`, wrapped or rounded as a cast in torch would."""
+    if dtype is torch.bool:
+        return _intern(Const, dtype, bool(value))
+    if dtype in FLOATS:
+        value = float(value)
+        if dtype is not torch.float64 and math.isfinite(value) and value:
+            value = float(torch.tensor(value, dtype=dtype)) if dtype is not torch.float32 else _float32(value)
+        return _intern(Const, dtype, value)
+    number = int(value)
+    bits = torch.iinfo(dtype).bits
+    number &= (1 << bits) - 1
+    return _intern(Const, dtype, number if number <= torch.iinfo(dtype).max else number - (1 << bits))
+
+
+def _float32(value: float) -> float:
+    # float() of the nearest float32, without a tensor: the renderer prints it with enough digits to round back
+    return float(torch.tensor(value, dtype=torch.float32)) if abs(value) > 1e38 else value
+
+
+def iota(layout: Layout, dtype: torch.dtype = torch.int64) -> Expr:
+    return _intern(Iota, dtype, layout)
+
+
+def load(
+    buffer: str, layout: Layout, dtype: torch.dtype, index: tuple[tuple[Expr, int], ...] = (), mask: Expr | None = None, fill: float = 0
+) -> Expr:
+    return _intern(Load, dtype, buffer, layout, index, mask, fill)
+
+
+def compute(op: str, *args: Expr, dtype: torch.dtype) -> Expr:
+    """Return op(args) of `dtype`; the args must already have the dtypes that the op wants."""
+    return _intern(Compute, dtype, op, args)
+
+
+def reduction(op: str, *args: Expr, dtype: torch.dtype) -> Expr:
+    return _intern(Reduce, dtype, op, args)
+
+
+def random(kind: str, seed: Expr, offset: Expr, dtype: torch.dtype) -> Expr:
+    return _intern(Random, dtype, kind, seed, offset)
+
+
+def cast(x: Expr, dtype: torch.dtype) -> Expr:
+    """Return `x` converted to `dtype`; constants are converted at once."""
+    if x.dtype is dtype:
+        return x
+    if isinstance(x, Const) and (dtype in FLOATS or dtype is torch.bool or math.isfinite(x.value)):
+        return const(x.value, dtype)
+    return compute("cast", x, dtype=dtype)
+
+
+def children(node: Expr) -> tuple[Expr, ...]:
+    match node:
+        case Compute() | Reduce():
+            return node.args
+        case Load():
+            return (*(e for e, _ in node.index), *((node.mask,) if node.mask is not None else ()))
+        case Random():
+            return (node.seed, node.offset)
+    return ()
+
+
+def postorder(roots: Iterable[Expr], below: Callable[[Expr], tuple[Expr, ...]] = children) -> list[Expr]:
+    """Return every node under `roots` once, operands first; iterative, since chains of thousands of ops are common."""
+    seen: set[Expr] = set()
+    order: list[Expr] = []
+    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(list(roots))]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(c, False) for c in reversed(below(node)) if c not in seen]
+    return order
+
+
+def rewrite(roots: Sequence[Expr], visit: Callable[[Expr], Expr]) -> list[Expr]:
+    """Return `roots` with `visit` applied to every node after its operands were rewritten."""
+    new: dict[Expr, Expr] = {}
+    for node in postorder(roots):
+        new[node] = visit(_rebuild(node, new))
+    return [new[r] for r in roots]
+
+
+def _rebuild(node: Expr, new: dict[Expr, Expr]) -> Expr:
+    match node:
+        case Compute() | Reduce():
+            args = tuple(new[a] for a in node.args)
+            return node if args == node.args else _intern(type(node), node.dtype, node.op, args)
+        case Load() if node.index or node.mask is not None:
+            index = tuple((new[e], s) for e, s in node.index)
+            mask = new[node.mask] if node.mask is not None else None
+            return load(node.buffer, node.layout, node.dtype, index, mask, node.fill)
+        case Random():
+            return random(node.kind, new[node.seed], new[node.offset], node.dtype)
+    return node
+
+
+def view(roots: Sequence[Expr], change: View) -> list[Expr]:
+    """Return `roots` seen through a view: it moves into the layouts of the leaves, and what refuses becomes a computed coordinate."""
+    return rewrite(roots, lambda node: _view_leaf(node, change))
+
+
+def _view_leaf(node: Expr, change: View) -> Expr:
+    if isinstance(node, Iota):
+        layout, rest = apply(node.layout, change)
+        value = iota(layout, node.dtype)
+        for term in rest:
+            digit = cast(computed(term), node.dtype)
+            value = compute("add", value, compute("mul", digit, const(term.stride, node.dtype), dtype=node.dtype), dtype=node.dtype)
+        return value
+    if isinstance(node, Load):
+        layout, rest = apply(node.layout, change)
+        index = (*node.index, *((computed(term), term.stride) for term in rest))
+        return load(node.buffer, layout, node.dtype, index, node.mask, node.fill)
+    return node
+
+
+def computed(term: Computed) -> Expr:
+    """Return a view's computed coordinate as an expression over an Iota (never negative, so `//` and `%` need no floor)."""
+    value = iota(term.coordinate)
+    if term.divisor != 1:
+        value = compute("index_div", value, const(term.divisor, torch.int64), dtype=torch.int64)
+    if term.extent is not None:
+        value = compute("index_mod", value, const(term.extent, torch.int64), dtype=torch.int64)
+    return value
+
+
+def leaves(roots: Iterable[Expr]) -> list[Load | Iota]:
+    return [n for n in postorder(roots) if isinstance(n, (Load, Iota))]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """`value` written to `buffer` of `dtype` at `layout`; a stride of 0 along all reduce axes makes it a row result.
+
+    `mode` is "" or "atomic_add"; `index` adds computed coordinates (scatter).
+    """
+
+    buffer: str
+    layout: Layout
+    value: Expr
+    dtype: torch.dtype
+    mode: str = ""
+    index: tuple[tuple[Expr, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One kernel: parallel extents, reduce extents, stores. Every layout inside spans (*parallel, *reduce), one stride per axis."""
+
+    parallel: tuple[int, ...]
+    reduce: tuple[int, ...]
+    stores: tuple[Store, ...]
+    lines: tuple[str, ...] = ()
+
+    @staticmethod
+    def build(parallel: Sequence[int], reduce: Sequence[int], stores: Iterable[Store], lines: tuple[str, ...] = ()) -> Cluster:
+        """Return the cluster with every axis split by the common refinement of all digits in it."""
+        cluster = Cluster(tuple(parallel), tuple(reduce), tuple(stores), lines)
+        found = [leaf.layout for leaf in cluster.leaves] + [s.layout for s in cluster.stores]
+        parts = [refine(found, axis) for axis in range(len(cluster.axes))]
+        split = len(cluster.parallel)
+        return cluster.reshape([n for p in parts[:split] for n in p], [n for p in parts[split:] for n in p])
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return (*self.parallel, *self.reduce)
+
+    @cached_property
+    def order(self) -> tuple[Expr, ...]:
+        """Every node of every store, operands first."""
+        return tuple(postorder([r for s in self.stores for r in (s.value, *(e for e, _ in s.index))]))
+
+    @property
+    def leaves(self) -> list[Load | Iota]:
+        return [n for n in self.order if isinstance(n, (Load, Iota))]
+
+    @cached_property
+    def reads(self) -> dict[str, tuple[Load, ...]]:
+        found: dict[str, list[Load]] = {}
+        for node in self.order:
+            if isinstance(node, Load):
+                found.setdefault(node.buffer, []).append(node)
+        return {name: tuple(loads) for name, loads in found.items()}
+
+    @cached_property
+    def writes(self) -> dict[str, Store]:
+        return {s.buffer: s for s in self.stores}
+
+    def reshape(self, parallel: Sequence[int], reduce: Sequence[int]) -> Cluster:
+        """Return the same cluster over other extents of the same row-major order."""
+        return self.map(Reshape((*parallel, *reduce)), parallel, reduce)
+
+    def map(self, change: View, parallel: Sequence[int], reduce: Sequence[int]) -> Cluster:
+        """Return the cluster with its axes seen through `change`."""
+        roots = [r for s in self.stores for r in (s.value, *(e for e, _ in s.index))]
+        new = dict(zip(roots, view(roots, change), strict=True))
+        stores = []
+        for store in self.stores:
+            layout, rest = apply(store.layout, change)
+            index = (*((new[e], stride) for e, stride in store.index), *((computed(t), t.stride) for t in rest))
+            stores.append(replace(store, layout=layout, value=new[store.value], index=index))
+        return Cluster(tuple(parallel), tuple(reduce), tuple(stores), self.lines)
+
+    @cached_property
+    def coalesced(self) -> Cluster:
+        """The cluster with neighbouring axes joined wherever they are one axis in every operand; axes of extent 1 are dropped."""
+        strides = [s.layout.strides for s in self.stores] + [leaf.layout.strides for leaf in self.leaves]
+        split = len(self.parallel)
+        groups: list[int] = []
+        for side in (range(split), range(split, len(self.axes))):
+            previous: int | None = None
+            for axis in side:
+                n = self.axes[axis]
+                if n == 1:
+                    continue
+                joined = previous is not None and all(s[previous] == s[axis] * n for s in strides if s)  # type: ignore[operator]
+                if joined:
+                    groups[-1] *= n
+                else:
+                    groups.append(n)
+                previous = axis
+            if side.start == 0:
+                lead = len(groups)
+        return self.reshape(groups[:lead], groups[lead:])
+
+    def __str__(self) -> str:
+        split = len(self.parallel)
+
+        def row(kind: str, name: str, layout: Layout, dtype: torch.dtype, note: str = "") -> str:
+            strides = [str(s) for s in layout.strides or layout.dims]
+            left, right = " ".join(strides[:split]), " ".join(strides[split:])
+            return f"  {kind:<6}{name:<12} {left:>16} | {right:<12} {str(dtype).removeprefix('torch.')}{note}"
+
+        lines = [f"parallel {' '.join(map(str, self.parallel)) or 1} | reduce {' '.join(map(str, self.reduce)) or 1}"]
+        for node in self.order:
+            if isinstance(node, Load):
+                note = (" indirect" if node.index else "") + (" masked" if node.mask is not None else "")
+                lines.append(row("load", node.buffer, node.layout, node.dtype, note))
+        lines += [row("store", s.buffer, s.layout, s.dtype, " " + s.mode if s.mode else "") for s in self.stores]
+        return "\n".join(lines)

@@ -1,0 +1,48 @@
+"""Decompositions: which ATen ops torch rewrites for us into the ops of the op table, and which stay whole.
+
+In: nothing. Out: the table that AOTAutograd's tracing applies below autograd.
+
+    >>> torch.ops.aten.native_layer_norm.default in table()
+    True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from .ops import POINTWISE, REDUCTIONS
+
+# Core ATen keeps these whole because they are one kernel in eager; as clusters they are only reductions and pointwise ops.
+BROKEN_UP = (
+    "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "batch_norm_backward", "_softmax", "_log_softmax", "gelu", "elu", "leaky_relu", "hardtanh",
+    "native_dropout", "linalg_vector_norm", "rrelu_with_noise_backward", "bucketize", "tril_indices", "triu_indices", "special_erfcx",
+    "upsample_bilinear2d", "upsample_nearest2d", "dist", "frexp", "normal", "round", "ldexp", "gcd", "lcm", "diagonal_scatter",
+)  # fmt: skip
+# Torch can rewrite these, but the rewrite is slower than its kernel or loses precision, so they are called as they are.
+WHOLE = (
+    "_scaled_dot_product_flash_attention_for_cpu", "embedding_dense_backward", "col2im", "im2col", "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices", "max_pool2d_with_indices", "grid_sampler_2d", "upsample_bicubic2d", "index_add", "index_copy", "cdist",
+    "_euclidean_dist", "matrix_exp", "take", "renorm", "bernoulli", "pdist", "linalg_cross", "nonzero_numpy", "_unsafe_index_put",
+    "_unsafe_masked_index_put_accumulate", "unfold_backward", "rnn_relu_cell", "multilabel_margin_loss_forward", "addr", "mv",
+    "split", "split_with_sizes", "unbind", "unfold_copy", "roll", "index_fill", "quantile", "nanquantile",
+)  # fmt: skip
+
+
+@cache
+def table() -> dict[torch._ops.OpOverload, Callable]:
+    """Return {overload: decomposition}; an op with a row of its own in the op table is never decomposed."""
+    from torch._decomp import core_aten_decompositions, get_decompositions  # 0.1 s, only when something is compiled
+
+    packets = [getattr(torch.ops.aten, name) for name in BROKEN_UP if hasattr(torch.ops.aten, name)]
+    found = {**core_aten_decompositions(), **get_decompositions(packets)}
+    own = POINTWISE.keys() | REDUCTIONS.keys() | {"sum.default", "all.default", "any.default"}
+    return {op: rule for op, rule in found.items() if short(op) not in own and short(op).split(".")[0] not in WHOLE}
+
+
+def short(op: object) -> str:
+    """Return an overload's name without the `aten.` namespace: "add.Tensor"."""
+    return str(op).removeprefix("aten.")

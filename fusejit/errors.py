@@ -1,0 +1,38 @@
+"""The errors a user of fusejit can see.
+
+In: what went wrong and where in the user's code. Out: one exception whose text says the line and the way out.
+
+    CaptureError: cannot capture `step` (model.py:12: `if loss > 0:`): the test depends on the values of a tensor
+"""
+
+from __future__ import annotations
+
+
+class FusejitError(RuntimeError):
+    """Base of every error that fusejit raises on purpose."""
+
+
+class CaptureError(FusejitError):
+    """The Python function cannot become a graph; raised with `fullgraph=True`, recorded as a fallback otherwise."""
+
+
+class TraceError(FusejitError):
+    """A replayed trace no longer matches the Python function it came from."""
+
+
+class CompileError(FusejitError):
+    """A kernel could not be compiled or launched; names the user's lines that the kernel was made of."""
+
+
+class Unsupported(FusejitError):
+    """An op or a construct that fusejit refuses.
+
+    Args:
+        op: the op or construct, as the user knows it (``"torch.autograd.Function"``).
+        reason: why it is refused, and what to do instead.
+        line: ``"file.py:12: y = f(x)"``, or ``""`` when no line of the user's is known.
+    """
+
+    def __init__(self, op: str, reason: str, line: str = "") -> None:
+        super().__init__(f"{op}: {reason}" + (f" (at {line})" if line else ""))
+        self.op, self.reason, self.line = op, reason, line

@@ -1,0 +1,232 @@
+"""Functions for use inside generated kernels, imported there as `fj`: one name, right in both of Triton's worlds.
+
+In: Triton values in their compute types (half types are held in float32). Out: Triton values.
+
+    y = fj.to_bf16(fj.tanh(x))          # rounded once, to be stored
+    s = fj.sum(fj.exp(x - m), 1)        # reduces axis 1 of a tile
+
+Here are storage types, indices, reductions and random numbers; the pointwise functions are maths.py's. Compiled, both import
+only Triton (a compile worker has no torch).
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from .maths import *  # noqa: F403 - kernels reach every function through this module
+from .maths import cos, jit, log, maximum, minimum, sin, twin
+
+
+# -- storage types ---------------------------------------------------------------------------------------------------------------------
+@twin
+def to_bf16(x):
+    return x.to(tl.bfloat16)
+
+
+@twin
+def from_bf16(x):
+    return x.to(tl.float32)
+
+
+@twin
+def from_fp8(x):
+    return x.to(tl.float32)
+
+
+@twin
+def to_e4m3(x):
+    # the conversion saturates; only NaN stays NaN
+    return x.to(tl.float8e4nv)
+
+
+@twin
+def to_e5m2(x):
+    # the hardware conversion saturates, torch's overflows to infinity from half way between 57344 and 65536
+    bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    over = tl.abs(x) >= 61440.0
+    bits = tl.where(over, tl.where(x < 0, 0xFC, 0x7C), bits).to(tl.uint8)
+    return bits.to(tl.float8e5, bitcast=True)
+
+
+@twin
+def to_int(x, dtype: tl.constexpr):
+    # narrow integers wrap as torch's do, by way of a wider one
+    if dtype == tl.uint8:
+        result = x.to(tl.int64).to(tl.uint8)
+    else:
+        if dtype.primitive_bitwidth < 32:
+            result = x.to(tl.int32).to(dtype)
+        else:
+            result = x.to(dtype)
+    return result
+
+
+# -- indices ---------------------------------------------------------------------------------------------------------------------------
+@jit
+def wrap(i, n):
+    """A negative index counts from the end of n."""
+    return tl.where(i < 0, i + n, i)
+
+
+@twin
+def check_index(i, n, mask):
+    """Stop the program unless 0 <= i < n where the mask holds (needs the launch option debug=True on a GPU)."""
+    tl.device_assert((i >= 0) & (i < n), "index out of bounds", mask)
+
+
+# -- reductions over one axis of a tile, and their elementwise accumulation ---------------------------------------------------------------
+@jit
+def sum_combine(a, b):
+    return a + b
+
+
+@jit
+def prod_combine(a, b):
+    return a * b
+
+
+@jit
+def amax_combine(a, b):
+    return maximum(a, b) if a.dtype != tl.int1 else a | b
+
+
+@jit
+def amin_combine(a, b):
+    return minimum(a, b) if a.dtype != tl.int1 else a & b
+
+
+@jit
+def any_combine(a, b):
+    return a | b
+
+
+@jit
+def all_combine(a, b):
+    return a & b
+
+
+@jit
+def argmax_combine(a, i, b, j):
+    """The larger value with its index; NaN is larger than anything, and of equals the smaller index wins."""
+    first = (a > b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@jit
+def argmin_combine(a, i, b, j):
+    """The smaller value with its index; NaN is smaller than anything, and of equals the smaller index wins."""
+    first = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
+    return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@twin
+def sum(x, axis: tl.constexpr):
+    return tl.reduce(x, axis, sum_combine)
+
+
+@twin
+def prod(x, axis: tl.constexpr):
+    return tl.reduce(x, axis, prod_combine)
+
+
+@twin
+def amax(x, axis: tl.constexpr):
+    return tl.reduce(x, axis, amax_combine)
+
+
+@twin
+def amin(x, axis: tl.constexpr):
+    return tl.reduce(x, axis, amin_combine)
+
+
+@twin
+def any(x, axis: tl.constexpr):
+    return tl.reduce(x.to(tl.int32), axis, any_combine) != 0
+
+
+@twin
+def all(x, axis: tl.constexpr):
+    return tl.reduce(x.to(tl.int32), axis, all_combine) != 0
+
+
+@twin
+def argmax(v, i, axis: tl.constexpr):
+    return tl.reduce((v, i), axis, argmax_combine)[1]
+
+
+@twin
+def argmin(v, i, axis: tl.constexpr):
+    return tl.reduce((v, i), axis, argmin_combine)[1]
+
+
+# -- random numbers: element k of a stream is lane k % 4 of Philox at counter k // 4 ------------------------------------------------------
+@twin
+def philox(seed, offset):
+    low = (offset & 0xFFFFFFFF).to(tl.uint32)
+    return tl.philox(seed, low, (offset >> 32).to(tl.uint32), low * 0, low * 0)
+
+
+@twin
+def interleave4(a, b, c, d):
+    return tl.join(tl.join(a, c), tl.join(b, d)).reshape([a.shape[0] * 4])
+
+
+@jit
+def _lane(offset, a, b, c, d):
+    lane = offset & 3
+    return tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
+
+
+@jit
+def _unit(bits):
+    """Bits to [0, 1): the upper 24 of them."""
+    return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@jit
+def _normal_radius(bits):
+    return tl.sqrt(-2.0 * log(((bits >> 8) + 1).to(tl.float32) * 5.9604644775390625e-08))
+
+
+@jit
+def _angle(bits):
+    return (bits >> 8).to(tl.float32) * (5.9604644775390625e-08 * 6.283185307179586)
+
+
+@jit
+def random_bits(seed, offset):
+    """32 random bits of stream `seed` at element `offset` (int64), as int64."""
+    a, b, c, d = philox(seed, offset >> 2)
+    return _lane(offset, a, b, c, d).to(tl.int64)
+
+
+@jit
+def rand(seed, offset):
+    """Uniform float32 in [0, 1) of stream `seed` at element `offset` (int64)."""
+    a, b, c, d = philox(seed, offset >> 2)
+    return _unit(_lane(offset, a, b, c, d))
+
+
+@jit
+def randn(seed, offset):
+    """Normal float32 of stream `seed` at element `offset` (int64), by Box and Muller."""
+    a, b, c, d = philox(seed, offset >> 2)
+    upper = (offset & 2) != 0
+    radius, angle = _normal_radius(tl.where(upper, c, a)), _angle(tl.where(upper, d, b))
+    return radius * tl.where((offset & 1) != 0, sin(angle), cos(angle))
+
+
+@jit
+def rand_tile(seed, start, n: tl.constexpr):
+    """rand(seed, start + arange(0, n)) with one Philox call per four elements; `start` must be a multiple of 4."""
+    a, b, c, d = philox(seed, (start >> 2) + tl.arange(0, n // 4))
+    return _unit(interleave4(a, b, c, d))
+
+
+@jit
+def randn_tile(seed, start, n: tl.constexpr):
+    """randn(seed, start + arange(0, n)) with one Philox call per four elements; `start` must be a multiple of 4."""
+    a, b, c, d = philox(seed, (start >> 2) + tl.arange(0, n // 4))
+    r, s, t, u = _normal_radius(a), _normal_radius(c), _angle(b), _angle(d)
+    return interleave4(r * cos(t), r * sin(t), s * cos(u), s * sin(u))

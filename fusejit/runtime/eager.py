@@ -1,0 +1,47 @@
+"""Running a captured graph through torch eager: native autograd, native random stream, native aliasing and in-place changes.
+
+In: the graph of a capture. Out: a function of its input tensors that returns the tuple of its outputs.
+
+    >>> run = eager(captured.graph)
+    >>> run(x, weight)
+    (tensor([...]),)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def eager(graph: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Return the graph as a plain Python function.
+
+    A graph that enters autocast or switches gradients on and off puts both back when an op in it raises.
+    """
+    function = type(graph).forward.__get__(graph)
+    if not any(node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) for node in graph.graph.nodes):
+        return function
+
+    def guarded(*inputs: torch.Tensor) -> Any:
+        grad, nesting = torch.is_grad_enabled(), autocast_state()
+        try:
+            return function(*inputs)
+        except BaseException:
+            torch._C._set_grad_enabled(grad)
+            restore_autocast(nesting)
+            raise
+
+    return guarded
+
+
+def autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+
+
+def restore_autocast(state: list[tuple[str, bool, torch.dtype]]) -> None:
+    for kind, enabled, dtype in state:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.clear_autocast_cache()

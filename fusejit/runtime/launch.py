@@ -1,0 +1,229 @@
+"""Kernels that can be called: compiled once per process, launched on the current stream of their arguments' device.
+
+In: a kernel's text, parameter types, constants and grid. Out: a `Launcher`.
+
+    >>> add = kernel(source, name="add_0", params=("*fp32", "*fp32"), constants={"XBLOCK": 1024}, grid=(4, 1, 1), num_warps=4)
+    >>> add(x, out)
+
+With TRITON_INTERPRET=1 the same text runs in Triton's interpreter on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..errors import CompileError
+from .workers import KernelSpec, ast_source, compile_kernels, define_kernel, reason, target_arch
+
+_lock = threading.RLock()
+_binaries: dict[tuple[KernelSpec, int], Any] = {}  # (kernel, device) -> Triton's compiled kernel, loaded
+
+
+@cache
+def interpreted() -> bool:
+    """Whether this process runs kernels in Triton's interpreter."""
+    import triton  # only here: `import fusejit` must not load Triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+class Launcher:
+    """A kernel with its grid. Call it with the tensors (and numbers) of its parameters, in their order.
+
+    Launching runs on the current stream and on the tensors' device; a tensor whose address breaks an `aligned` promise is
+    served by a variant of the kernel compiled without that promise.
+
+    Raises:
+        CompileError: the kernel cannot be compiled or its arguments cannot be launched; not remembered, a later call tries again.
+        IndexError: under the interpreter, an index was out of bounds.
+    """
+
+    __slots__ = ("_checked", "_constants", "_device", "_run", "grid", "spec")
+
+    def __init__(self, spec: KernelSpec, grid: tuple[int, int, int]) -> None:
+        self.spec, self.grid = spec, grid
+        self._constants = tuple(value for _, value in spec.constants)
+        self._checked = tuple(i for i, aligned in enumerate(spec.aligned) if aligned and spec.params[i].startswith("*"))
+        self._device = -1
+        self._run: Any = None
+
+    def __repr__(self) -> str:
+        return f"Launcher({self.spec.name}, grid={self.grid})"
+
+    def __call__(self, *args: Any) -> None:
+        if interpreted():
+            _interpret(self, args)
+            return
+        device = args[0].device.index  # None for CPU tensors, which the comparison below sends to _elsewhere
+        if device != self._device or device != torch.cuda.current_device():
+            self._elsewhere(args)
+            return
+        for i in self._checked:
+            if args[i].data_ptr() % 16:
+                self._unaligned(args)
+                return
+        x, y, z = self.grid
+        if x and y and z:
+            binary = self._run
+            binary.run(
+                x, y, z, torch._C._cuda_getCurrentRawStream(device), binary.function, binary.packed_metadata, None, None, None,
+                *args, *self._constants,
+            )  # fmt: skip
+
+    def _elsewhere(self, args: tuple[Any, ...]) -> None:
+        """Launch on a device that is not the current one, or for the first time on this one."""
+        device = args[0].device
+        if device.type != "cuda":
+            hint = "; set TRITON_INTERPRET=1 before importing triton to run it on the CPU" if device.type == "cpu" else ""
+            raise CompileError(f"kernel {self.spec.name}: cannot be launched on {device} tensors{hint}")
+        with torch.cuda.device(device.index):
+            binary = _binary(self.spec, device.index)
+            self._run, self._device = binary, device.index
+            self(*args)
+
+    def _unaligned(self, args: tuple[Any, ...]) -> None:
+        broken = {i for i in self._checked if args[i].data_ptr() % 16}
+        aligned = tuple(a and i not in broken for i, a in enumerate(self.spec.aligned))
+        _launcher(replace(self.spec, aligned=aligned), self.grid)(*args)
+
+    def compile(self) -> None:
+        """Compile now for the current device, instead of at the first call. Nothing to do under the interpreter."""
+        if interpreted():
+            define_kernel(self.spec.source, self.spec.name)
+        else:
+            _binary(self.spec, torch.cuda.current_device())
+
+
+def kernel(
+    source: str,
+    *,
+    name: str,
+    params: Sequence[str],
+    constants: Mapping[str, int] | None = None,
+    grid: tuple[int, int, int] = (1, 1, 1),
+    num_warps: int = 4,
+    num_stages: int = 1,
+    debug: bool = False,
+    aligned: Sequence[bool] = (),
+    fp_fusion: bool = True,
+) -> Launcher:
+    """Return the launcher of a kernel; equal kernels give the same launcher and compile once per process.
+
+    Args:
+        source: the text of one function decorated with @triton.jit, using `triton`, `tl` and `fj` (fusejit.runtime.device).
+        name: the function's name.
+        params: Triton types of its leading parameters, in order ("*fp32", "*i1", "i64").
+        constants: values of the remaining, tl.constexpr, parameters, in the function's order.
+        grid: programs along each axis.
+        num_warps, num_stages, debug, fp_fusion: see KernelSpec.
+        aligned: for each param, whether the kernel may rely on an address that is a multiple of 16.
+    """
+    constant_items = tuple((constants or {}).items())
+    spec = KernelSpec(source, name, tuple(params), constant_items, num_warps, num_stages, debug, tuple(aligned), fp_fusion)
+    return _launcher(spec, tuple(grid))  # type: ignore[arg-type]
+
+
+@cache
+def _launcher(spec: KernelSpec, grid: tuple[int, int, int]) -> Launcher:
+    return Launcher(spec, grid)
+
+
+def compile_all(launchers: Iterable[Launcher]) -> None:
+    """Compile many kernels for the current device, in parallel where it pays."""
+    wanted = list(dict.fromkeys(launchers))
+    if interpreted():
+        for launcher in wanted:
+            launcher.compile()
+        return
+    device = torch.cuda.current_device()
+    missing = {launcher.spec: launcher for launcher in wanted if (launcher.spec, device) not in _binaries}
+    major, minor = torch.cuda.get_device_capability(device)
+    if len(missing) > 2:
+        # the workers leave the binaries in Triton's cache on disk, where the loads below find them
+        compile_kernels(list(missing), _known_target(f"sm_{major}{minor}"))
+    for launcher in missing.values():
+        launcher.compile()
+
+
+def _known_target(target: str) -> str:
+    try:
+        target_arch(target)
+    except ValueError as error:
+        raise CompileError(f"this GPU is not supported: {error}") from error
+    return target
+
+
+def _binary(spec: KernelSpec, device: int) -> Any:
+    """Return Triton's compiled kernel, loaded on `device`, which is the current one."""
+    found = _binaries.get((spec, device))
+    if found is not None:
+        return found
+    with _lock:
+        if (spec, device) not in _binaries:
+            import triton
+
+            try:
+                binary = triton.compile(ast_source(spec), options=spec.options())
+                binary.run  # noqa: B018  reading it loads the module and makes the launcher
+            except Exception as error:
+                raise CompileError(f"kernel {spec.name} does not compile: {reason(error)}") from error
+            _binaries[spec, device] = binary
+        return _binaries[spec, device]
+
+
+# -- the interpreter -------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _interpretable(spec: KernelSpec) -> Any:
+    """Return the kernel as a Python function, and make triton.language interpret from now on.
+
+    Triton patches its language before and after each launch and before each device function call, about 20 ms; a process with
+    TRITON_INTERPRET=1 never compiles, so patching once is enough.
+    """
+    from triton.runtime import interpreter
+
+    function = define_kernel(spec.source, spec.name).fn
+    interpreter._patch_lang(function)
+    return function
+
+
+def _argument(kind: str, value: Any) -> Any:
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+
+    dtype = tl.str_to_ty(kind, None)
+    data = np.array([value.data_ptr()], np.uint64) if kind.startswith("*") else np.array([value], _get_np_dtype(dtype))
+    return tl.tensor(TensorHandle(data, dtype), dtype)
+
+
+def _interpret(launcher: Launcher, args: tuple[Any, ...]) -> None:
+    import numpy as np
+    from triton.runtime.interpreter import interpreter_builder
+
+    spec = launcher.spec
+    for i, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            raise CompileError(f"kernel {spec.name}: argument {i} is on {value.device}, but the interpreter runs on the CPU")
+    with _lock, np.errstate(all="ignore"):
+        try:
+            function = _interpretable(spec)
+            values = [_argument(kind, value) for kind, value in zip(spec.params, args, strict=True)]
+            constants = dict(spec.constants)
+            interpreter_builder.set_grid_dim(*launcher.grid)
+            for x in range(launcher.grid[0]):
+                for y in range(launcher.grid[1]):
+                    for z in range(launcher.grid[2]):
+                        interpreter_builder.set_grid_idx(x, y, z)
+                        function(*values, **constants)
+        except IndexError:
+            raise
+        except Exception as error:
+            raise CompileError(f"kernel {spec.name} fails in the interpreter: {reason(error)}") from error

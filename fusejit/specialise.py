@@ -1,0 +1,323 @@
+"""One specialisation: a captured function, its guards, and what runs it on a backend.
+
+In: a capture and the options of `jit`. Out: a `Specialisation`: `lifted(leaves)` says whether it still holds, `run(...)` runs it;
+`record` keeps every stage for explain().
+
+    >>> found = specialise(fn, args, kwargs, leaves, options)
+    >>> sorted(found.record)
+    ['backward', 'capture', 'forward', 'joint']
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import config
+from .capture import tree
+from .capture.effects import Effect
+from .capture.guards import Guards, memory_pattern
+from .capture.trace import Captured, capture
+from .errors import CaptureError, CompileError, FusejitError, Unsupported
+from .runtime.eager import eager
+
+Tensor = torch.Tensor
+BACKENDS = ("auto", "triton", "interpret", "eager")
+LEVELS = ("O0", "O1", "O2", "O3")
+MODES = ("ast", "trace", "bytecode")
+NUMERICS = ("fast", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of one jitted function (see `fusejit.jit`); `target` is a GPU architecture to compile for without one."""
+
+    capture_mode: str = "ast"
+    jit_level: str = "O2"
+    fullgraph: bool = False
+    backend: str = "auto"
+    numerics: str = "fast"
+    name: str = ""
+    target: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Something that runs in eager (or through torch's own wrappers) instead of compiled, and why."""
+
+    op: str
+    reason: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.reason}" + (f" ({self.line})" if self.line else "")
+
+
+@dataclass(slots=True)
+class Specialisation:
+    """A captured and compiled function for one kind of call.
+
+    Attributes:
+        run: (leaves, lifted tensors) to the function's result; None where the function runs as plain eager Python.
+        lifted: the guards' check: leaves to lifted tensors, or None.
+        backend: what runs it; record: stage name to value; compile_ms: milliseconds by stage.
+        forward: the forward Program, or None; fallbacks, effects: see there.
+    """
+
+    backend: str
+    lifted: Callable[[list[Any]], list[Tensor] | None]
+    run: Callable[[list[Any], list[Tensor]], Any] | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+    compile_ms: dict[str, float] = field(default_factory=dict)
+    fallbacks: list[Fallback] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    forward: Any = None
+    built: Any = None
+    captured: Captured | None = None
+    guards: Guards | None = None
+    pins: Any = None
+
+    @property
+    def backward(self) -> Any:
+        """The backward Program (compiled now if no backward has run yet), or None."""
+        if self.built is None:
+            return None
+        start = time.perf_counter()
+        found = self.built.backward()
+        self.compile_ms.setdefault("backward", (time.perf_counter() - start) * 1e3)
+        return found
+
+
+def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], settings: Settings, receiver: Any = None) -> Specialisation:
+    """Capture a call and compile it for the backend of its tensors.
+
+    Raises:
+        Unsupported: it cannot be captured. CompileError: it cannot be compiled, and `settings.fullgraph` is set.
+    """
+    start = time.perf_counter()
+    captured = capture(fn, args, kwargs, settings.name, () if receiver is None else (receiver,))
+    guards = Guards(captured)
+    tensors = [leaves[position] for position in captured.positions] + list(captured.lifted)
+    found = Specialisation(
+        resolve(settings, tensors), guards.lifted, captured=captured, guards=guards, pins=(receiver, leaves_without_tensors(leaves))
+    )
+    found.effects = list(captured.effects)
+    found.record["capture"] = captured.graph
+    found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
+    positions, unflatten = captured.positions, result_builder(captured)
+    if found.backend == "eager" or settings.jit_level == "O0":
+        found.run = eager_runner(eager(captured.graph), positions, unflatten)
+        return found
+    compile_into(found, tensors, settings)
+    return found
+
+
+def leaves_without_tensors(leaves: list[Any]) -> list[Any]:
+    """The Python arguments, which the key knows by identity and which must therefore stay alive."""
+    return [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+
+
+def result_builder(captured: Captured) -> Callable[[Sequence[Any]], Any]:
+    """The function from the graph's outputs to the user's result; the common shapes without a walk."""
+    if captured.structure is None and captured.outputs == (0,):
+        return lambda results: results[0]
+    kind = captured.structure[0] if captured.structure is not None else None
+    flat = kind in (tuple, list) and all(child is None for child in captured.structure[1])
+    if flat and captured.outputs == tuple(range(len(captured.outputs))):
+        return kind  # type: ignore[return-value]
+    return captured.unflatten
+
+
+def eager_runner(run: Callable, positions: tuple[int, ...], unflatten: Callable) -> Callable:
+    def runner(leaves: list[Any], lifted: list[Tensor]) -> Any:
+        return unflatten(run(*[leaves[position] for position in positions], *lifted))
+
+    return runner
+
+
+def compile_into(found: Specialisation, tensors: list[Tensor], settings: Settings) -> None:
+    """Compile the captured graph; on failure leave the captured graph running eagerly, recorded."""
+    captured = found.captured
+    assert captured is not None
+    positions, unflatten = captured.positions, result_builder(captured)
+    plain = eager_runner(eager(captured.graph), positions, unflatten)
+    try:
+        check_devices(found.backend, tensors)
+        found.built = built = build_programs(found, captured.graph, tensors, settings)
+    except Exception as error:
+        fail_compile(found, error, settings)
+        found.run = plain
+        return
+    found.forward = built.forward
+    found.record.update(built.graphs)
+    found.fallbacks += [Fallback(op, reason) for op, reason in built.notes]
+    pattern = memory_pattern(tensors) if built.mutates else None
+    run = built.run
+
+    def runner(leaves: list[Any], lifted: list[Tensor]) -> Any:
+        inputs = [leaves[position] for position in positions]
+        inputs += lifted
+        return unflatten(run(inputs))
+
+    found.run = runner
+    if pattern is not None:
+        check = found.lifted
+
+        def lifted_where_same(leaves: list[Any]) -> list[Tensor] | None:
+            lifted = check(leaves)
+            same = lifted is not None and memory_pattern([leaves[position] for position in positions] + lifted) == pattern
+            return lifted if same else None
+
+        found.lifted = lifted_where_same
+
+
+def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
+    """Trace the joint graph and compile it with fusejit's own back end."""
+    from .autodiff.attention import retarget_attention
+    from .autodiff.joint import build
+    from .codegen import decompose
+    from .compile import Options, compile_graph
+
+    prepare_interpreter(found.backend)
+    options = Options(backend=found.backend, jit_level=settings.jit_level, numerics=settings.numerics, target=settings.target)
+
+    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
+        start = time.perf_counter()
+
+        def record(name: str, value: Any) -> None:
+            found.record[f"{stage}.{name}"] = value
+
+        program = compile_graph(module, inputs, options, record=record)
+        spent = (time.perf_counter() - start) * 1e3
+        found.compile_ms[stage] = found.compile_ms.get(stage, 0.0) + spent
+        return program
+
+    start = time.perf_counter()
+    if settings.target is not None and not any(tensor.is_cuda for tensor in tensors):
+        graph = retarget_attention(graph)
+    built = build(graph, tensors, compiler, decompose.table())
+    found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - sum(
+        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward")
+    )
+    return built
+
+
+def fail_compile(found: Specialisation, error: Exception, settings: Settings) -> None:
+    """Record a failed compilation, or raise it where the user wants no fallback."""
+    if isinstance(error, Unsupported):
+        fallback = Fallback(error.op, error.reason, error.line)
+    else:
+        fallback = Fallback(f"compiling for backend {found.backend!r}", f"{type(error).__name__}: {error}")
+    if isinstance(error, FusejitError) and getattr(error, "final", False):
+        raise error
+    if settings.fullgraph or config.read("strict"):
+        if isinstance(error, FusejitError):
+            raise error
+        raise CompileError(f"cannot compile {settings.name!r}: {fallback.reason}") from error
+    found.fallbacks.append(fallback)
+    found.backend = "eager"
+    found.record["error"] = error
+
+
+class BackendError(FusejitError):
+    """A backend that cannot run here at all; never a fallback."""
+
+    final = True
+
+
+def resolve(settings: Settings, tensors: Sequence[Tensor]) -> str:
+    """Decide the backend of a call from the option, the environment and the tensors' devices."""
+    backend = settings.backend
+    if backend == "auto":
+        backend = config.read("backend")
+        if backend not in BACKENDS:
+            raise ValueError(f"FUSEJIT_BACKEND={backend!r}: choose one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = "triton" if any(tensor.is_cuda for tensor in tensors) else "eager"
+    if settings.target is None and tensors and backend == "triton" and not any(tensor.is_cuda for tensor in tensors):
+        raise BackendError(
+            "backend='triton' needs CUDA tensors, and all of these are on the CPU: use backend='auto' (eager on the CPU), "
+            "'interpret' (the same kernels, slowly, on the CPU), or fusejit.compile_for(...) to compile without a GPU"
+        )
+    return backend
+
+
+def check_devices(backend: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors of several devices in one graph, Python-number-like CPU tensors aside."""
+    devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported("tensors on several devices", f"{names}: one graph runs on one device")
+    if backend == "interpret" and any(device.type != "cpu" for device in devices):
+        raise BackendError("backend='interpret' runs on CPU tensors: use backend='triton' for CUDA ones")
+
+
+def prepare_interpreter(backend: str) -> None:
+    """Switch Triton's interpreter on, which works only before Triton is imported."""
+    if backend != "interpret" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        return
+    if "triton" in sys.modules:
+        raise BackendError(
+            "backend='interpret' needs TRITON_INTERPRET=1 before triton is imported, and it is imported already: "
+            "set TRITON_INTERPRET=1 in the environment of the process"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What `compile_for` returns: the forward Program and, where something requires grad, the backward one.
+
+    Attributes:
+        kernels: those of both; `.ptx`, `.cubin`, `.n_regs`, `.n_spills`, `.shared` and `.wide_loads` of each are there.
+        source: of both, as one Python text. specialisation: its stages and compile times.
+    """
+
+    forward: Any
+    backward: Any
+    specialisation: Specialisation
+
+    @property
+    def kernels(self) -> list[Any]:
+        return [kernel for program in (self.forward, self.backward) if program is not None for kernel in program.kernels]
+
+    @property
+    def source(self) -> str:
+        return "\n\n".join(program.source for program in (self.forward, self.backward) if program is not None)
+
+
+def compile_for(
+    fn: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    target: str = "sm_90",
+    jit_level: str = "O2",
+    numerics: str = "fast",
+    name: str | None = None,
+) -> Programs:
+    """Compile a function for a GPU without running it, and without the GPU.
+
+    Args:
+        fn: function or `nn.Module`; args, kwargs: of one call. Tensors may be on the CPU, or fake; their values do not matter.
+        target: the GPU's architecture: "sm_80", "sm_90", ...
+
+    Raises:
+        CaptureError: the function cannot be captured. CompileError: a kernel cannot be compiled.
+    """
+    fn = getattr(fn, "__wrapped__", fn) if type(fn).__module__.startswith("fusejit") else fn
+    name = name or getattr(fn, "__qualname__", type(fn).__name__)
+    settings = Settings(jit_level=jit_level, fullgraph=True, backend="triton", numerics=numerics, name=name, target=target)
+    leaves: list[Any] = []
+    tree.flatten((tuple(args), kwargs or {}), leaves)
+    try:
+        found = specialise(fn, tuple(args), kwargs or {}, leaves, settings)
+    except Unsupported as error:
+        raise CaptureError(f"cannot capture {name!r}: {error}") from error
+    return Programs(found.forward, found.backward, found)

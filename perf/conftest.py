@@ -1,0 +1,58 @@
+"""What every benchmark records: the device, the versions and the commit, next to its times."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+
+@pytest.fixture(scope="session")
+def gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def origin() -> dict[str, str]:
+    """The part of `extra_info` that every benchmark of a run shares."""
+    from fusejit.bench import commit, versions
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"device": device, "commit": commit()} | {f"{name}_version": text for name, text in versions().items()}
+
+
+@pytest.fixture
+def measure(benchmark, origin, gpu):
+    """`measure(call, **extra_info)` times a call: device time with a cold L2 cache on a GPU, host time elsewhere."""
+
+    def run(call, *, rounds: int = 30, **info):
+        benchmark.extra_info.update(origin | {key: value for key, value in info.items() if value is not None})
+        if not gpu:
+            benchmark.pedantic(call, rounds=rounds, warmup_rounds=3)
+            return
+        from fusejit.bench import device_us
+
+        times = device_us(call)
+        benchmark._timer = Replay(times)
+        benchmark.pedantic(lambda: None, rounds=len(times))
+
+    return run
+
+
+class Replay:
+    """A clock that pytest-benchmark reads before and after each round and that shows what CUDA events measured in it."""
+
+    def __init__(self, microseconds: list[float]) -> None:
+        self._readings = iter([reading for time in microseconds for reading in (0.0, time * 1e-6)])
+
+    def __call__(self) -> float:
+        return next(self._readings)

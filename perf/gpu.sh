@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# One part of the measurements on a GPU machine, each inside nine minutes, with nothing to install:
+#   perf/gpu.sh correctness   the tests that run kernels, on the device
+#   perf/gpu.sh opinfo        torch's op database, on the device
+#   perf/gpu.sh blocks        every block: eager, captured, fused, a copy
+#   perf/gpu.sh peer          every block with torch.compile
+#   perf/gpu.sh models        blocks of transformers, eager and fused
+#   perf/gpu.sh compile       capture, codegen, kernels
+#   perf/gpu.sh bench         the table of `fusejit bench`
+# Needs Python 3.11+, torch, triton, numpy, jinja2, pytest, pytest-benchmark, and transformers for models and compile. Writes one JSON a part to
+# $OUT (perf/results unless set); set FUSEJIT_COMMIT where the tree has no git.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+part=${1:?usage: perf/gpu.sh correctness|opinfo|blocks|peer|models|compile|bench}
+out=${OUT:-perf/results}
+mkdir -p "$out"
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
+python=${PYTHON:-python3}
+# Read the device by its own name, so that results of two kinds of machine never share a file.
+device=$("$python" -c 'import torch; print(torch.cuda.get_device_name().lower().replace("nvidia ", "").split()[0] if torch.cuda.is_available() else "cpu")')
+json="$out/$device-$part.json"
+limit() { timeout --kill-after=10 530 "$@"; }
+benchmarks() { limit "$python" -m pytest -q -p no:cacheprovider --override-ini addopts= --benchmark-json="$json" --benchmark-columns=median,min,rounds "$@"; }
+
+case $part in
+  correctness) limit "$python" -m pytest -q -m gpu tests --ignore=tests/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
+  opinfo) limit "$python" -m pytest -q -m gpu tests/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
+  blocks) benchmarks perf/test_blocks.py -k "test_block and not torch.compile" ;;
+  peer) benchmarks perf/test_blocks.py -k "test_block and torch.compile" ;;
+  models) benchmarks perf/test_blocks.py -k test_model ;;
+  compile) benchmarks perf/test_compile.py ;;
+  bench) limit "$python" -m fusejit bench --json "$json" ;;
+  *) echo "no part $part" >&2; exit 2 ;;
+esac

@@ -1,0 +1,89 @@
+"""What every test shares: the interpreter, the markers, the flags.
+
+Without a GPU the kernels run in Triton's interpreter, which has to be switched on before triton is imported, hence here and first. With
+`-m gpu` it stays off, and the tests marked `gpu` and all that take the fixture `device` run on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--opinfo", choices=("ci", "all"), default="ci", help="torch's op database: the subset of CI, or all")
+    parser.addoption("--update-golden", action="store_true", help="rewrite the committed kernels under tests/golden")
+
+
+def _wants_gpu(config: pytest.Config) -> bool:
+    words = (config.getoption("-m") or "").split()
+    return "gpu" in words and "not" not in words
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not _wants_gpu(config) and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    # One user's settings must not decide whether the tests pass.
+    for name in [name for name in os.environ if name.startswith("FUSEJIT_")]:
+        del os.environ[name]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not want
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    if _wants_gpu(config):
+        for item in items:
+            if "device" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.gpu)
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        _skip(items, "gpu", "needs an NVIDIA GPU and `-m gpu`")
+    if not config.getoption("--slow"):
+        _skip(items, "slow", "slow: give --slow")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _one_seed() -> None:
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def backend() -> str:
+    """The backend that runs kernels here: on the device with `-m gpu`, in the interpreter otherwise."""
+    return "interpret" if os.environ.get("TRITON_INTERPRET") == "1" else "triton"
+
+
+@pytest.fixture(scope="session")
+def device(backend: str) -> str:
+    return "cpu" if backend == "interpret" else "cuda"
+
+
+@pytest.fixture(scope="session")
+def fuse(backend: str):
+    """`fusejit.jit` with the backend that runs kernels here."""
+    import functools
+
+    import fusejit
+
+    return functools.partial(fusejit.jit, backend=backend)
+
+
+@pytest.fixture(scope="session")
+def sm_90():
+    """`compile_for(fn, args)` for an H100; the compiler processes are shared by the whole session."""
+    import functools
+
+    import fusejit
+
+    return functools.partial(fusejit.compile_for, target="sm_90")

@@ -1,0 +1,76 @@
+"""The blocks of `fusejit bench`: right in the interpreter at small shapes, compiled for sm_90 at real ones without spills."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import fusejit
+from fusejit.bench import PASSES, eager_kernels, errors, table
+from fusejit.blocks import BLOCKS
+
+CASES = [(name, pass_) for name, block in BLOCKS.items() for pass_ in PASSES if pass_ == "forward" or block.grad]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def test_there_are_enough_blocks():
+    assert len(BLOCKS) >= 12
+    assert sum(block.grad for block in BLOCKS.values()) >= 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "pass_"), CASES)
+def test_error_is_at_most_twice_eagers(name, pass_, dtype, backend, device):
+    fused, eager, right = errors(BLOCKS[name], pass_, backend=backend, device=device, dtype=dtype)
+    assert right, f"{fused:.2e} from float64, eager {eager:.2e}"
+
+
+def test_dropout_drops_what_it_should(fuse, device):
+    block = BLOCKS["dropout_residual_layer_norm"]
+    x, residual, *rest, p = block.make((64, 64), device, torch.float32)
+    stream = fuse(block.fn)(x, residual, *rest, 0.25)[1]
+    dropped = (stream == residual).float().mean()
+    assert abs(dropped - 0.25) < 0.03
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "pass_"), CASES)
+def test_kernels_compile_well_for_sm_90(name, pass_, dtype, sm_90):
+    block = BLOCKS[name]
+    with torch.set_grad_enabled(pass_ == "both"):
+        program = sm_90(block.fn, block.make_untouched(block.real, dtype))
+    assert program.kernels
+    for kernel in program.kernels:
+        assert kernel.n_spills == 0, f"{kernel.name}: {kernel.n_spills} spills, {kernel.n_regs} registers"
+        assert not narrow_accesses(kernel), f"{kernel.name}: {narrow_accesses(kernel)}"
+
+
+def narrow_accesses(kernel) -> list[str]:
+    """Operands that could be read or written 16 bytes at a time and are not: stride 1 and at least four elements a thread."""
+    return [operand.buffer for operand in kernel.operands if operand.stride == 1 and operand.per_thread >= 4 and not operand.wide]
+
+
+def test_eager_kernels_are_counted():
+    assert eager_kernels(BLOCKS["bias_gelu"], "forward") == 2
+    assert eager_kernels(BLOCKS["swiglu"], "forward") == 2
+    assert eager_kernels(BLOCKS["swiglu"], "both") >= 5
+
+
+def test_launches_and_bytes_of_the_llama_block():
+    block = BLOCKS["llama_block"]
+    report = fusejit.jit(block.fn, backend="interpret").explain(*block.make_untouched(block.real))
+    assert report.bytes_minimum <= report.bytes_fused < report.bytes_eager
+
+
+def test_bench_table_of_one_block():
+    from fusejit.bench import bench
+
+    result = bench(["bias_gelu"])
+    text = table(result)
+    assert not result.failed, text
+    assert [row.pass_ for row in result.rows] == ["forward", "both"]
+    assert re.search(r"bias_gelu +forward +2 -> 1", text)
+    with pytest.raises(KeyError, match="there are bias_gelu"):
+        bench(["nothing"])

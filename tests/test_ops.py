@@ -1,0 +1,522 @@
+"""The op table, row by row: every overload over its dtypes and awkward values against eager, and every row compiled for sm_90."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+
+from fusejit.codegen.cluster import Compute, Const, Load, compute, const, load, postorder
+from fusejit.codegen.layout import Layout
+from fusejit.codegen.ops import DTYPES, OPS, POINTWISE, REDUCTIONS, STORAGE, cast_spelling, lower_pointwise
+from fusejit.errors import Unsupported
+from fusejit.runtime.launch import kernel
+from fusejit.runtime.workers import KernelSpec, compile_kernels
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+ALL = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+N = 256
+
+
+# -- a renderer of one expression, one element a lane ---------------------------------------------------------------------------------
+def text_of(root, exact=False):
+    """Return the lines of a kernel body that computes `root`, and the name of its value."""
+    names, lines = {}, []
+    for node in postorder([root]):
+        name = names[node] = f"t{len(names)}"
+        if isinstance(node, Load):
+            line = STORAGE[node.dtype].load.format(f"tl.load({node.buffer} + i, mask=m)")
+        elif isinstance(node, Const):
+            value = f"float('{node.value}')" if isinstance(node.value, float) and not math.isfinite(node.value) else repr(node.value)
+            line = f"tl.full((), {value}, {STORAGE[node.dtype].compute})"
+        elif node.op == "cast":
+            line = cast_spelling(node.args[0].dtype, node.dtype).format(names[node.args[0]])
+        else:
+            line = OPS[node.op].text(*(names[a] for a in node.args), exact=exact)
+        lines.append(f"{name} = {line}")
+    return lines, names[root]
+
+
+def source_of(roots, buffers, exact=False):
+    """Return the source of a kernel that stores every root to its own output."""
+    params = ", ".join([*buffers, *(f"o{k}" for k in range(len(roots)))])
+    lines = [f"def k({params}, N: tl.constexpr, B: tl.constexpr):", "i = tl.program_id(0) * B + tl.arange(0, B)", "m = i < N"]
+    for k, root in enumerate(roots):
+        body, name = text_of(root, exact)
+        lines += [*body, f"tl.store(o{k} + i, {STORAGE[root.dtype].store.format(name)}, mask=m)"]
+    return "@triton.jit\n" + "\n    ".join(lines) + "\n"
+
+
+def evaluate(root, tensors, exact=False):
+    """Run the expression on equally long 1-D tensors through the interpreter."""
+    n = len(next(iter(tensors.values())))
+    out = torch.empty(n, dtype=root.dtype)
+    run = kernel(
+        source_of([root], list(tensors), exact),
+        name="k",
+        params=[*(STORAGE[t.dtype].pointer for t in tensors.values()), STORAGE[root.dtype].pointer],
+        constants={"N": n, "B": 1 << (n - 1).bit_length()},
+    )
+    run(*tensors.values(), out)
+    return out
+
+
+# -- sample values ---------------------------------------------------------------------------------------------------------------------
+def values(dtype):
+    """Awkward numbers of a dtype."""
+    if dtype is torch.bool:
+        return torch.tensor([True, False])
+    if dtype.is_floating_point:
+        special = [
+            math.nan,
+            math.inf,
+            -math.inf,
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            0.5,
+            -0.5,
+            2.5,
+            -2.5,
+            3.0,
+            7.0,
+            -7.5,
+            1e-3,
+            0.25,
+            20.5,
+            -90.0,
+            600.0,
+            -3.0,
+        ]
+        return torch.tensor(special, dtype=torch.float64).to(dtype)
+    info = torch.iinfo(dtype)
+    numbers = [0, 1, 2, 3, 5, 7, 63, 100, info.max, info.max - 1] + ([-1, -2, -3, -8, -100, info.min + 1] if info.min else [200, 255])
+    return torch.tensor(numbers).to(dtype)
+
+
+def operands(dtypes, seed=0):
+    """Equally long 1-D tensors: all pairs of awkward values of the first two, random ones of any further."""
+    generator = torch.Generator().manual_seed(seed)
+    first = [values(d) for d in dtypes[:2]]
+    columns = [first[0]] if len(first) == 1 else [first[0].repeat_interleave(len(first[1])), first[1].repeat(len(first[0]))]
+    for dtype in dtypes[2:]:
+        pool = values(dtype)
+        columns.append(pool[torch.randint(len(pool), (len(columns[0]),), generator=generator)])
+    extra = [torch.randn(40, generator=generator, dtype=torch.float64).mul(3).to(d) for d in dtypes]
+    return [torch.cat([c, e]) for c, e in zip(columns, extra, strict=True)]
+
+
+SCALARS = {
+    "pow.Tensor_Scalar": (0.5, 1, 2, 3, -1, -0.5, 2.5, 0, -2, 7),
+    "pow.Scalar": (2, 0.5, 1),
+    "remainder.Scalar": (3, -3, 2.5),
+    "fmod.Scalar": (3, -3, 2.5),
+    "floor_divide.Scalar": (3, -3, 2.5),
+    "polygamma.default": (0, 1),
+    "round.decimals": (2, -1, 0),
+    "hardtanh_backward.default": (-1, 1),
+    "clamp.default": (-1, 2),
+    "threshold_backward.default": (0.5,),
+    "elu_backward.default": (1.0,),
+    "softplus_backward.default": (1.0, 20.0),
+    "leaky_relu_backward.default": (0.01,),
+}
+KWARGS = {
+    "div.Tensor_mode": [{"rounding_mode": m} for m in ("floor", "trunc", None)],
+    "div.Scalar_mode": [{"rounding_mode": m} for m in ("floor", "trunc")],
+    "gelu.default": [{}, {"approximate": "tanh"}],
+    "gelu_backward.default": [{}, {"approximate": "tanh"}],
+    "add.Tensor": [{}, {"alpha": 2}],
+    "sub.Tensor": [{}, {"alpha": 3}],
+    "rsub.Scalar": [{}, {"alpha": 2}],
+    "addcmul.default": [{}, {"value": 2}],
+    "addcdiv.default": [{}, {"value": 2}],
+    "nan_to_num.default": [{}, {"nan": 1.0, "posinf": 2.0}],
+    "logit.default": [{}, {"eps": 0.1}],
+    "round.decimals": [{"decimals": 2}, {"decimals": -1}, {"decimals": 0}],
+    "clamp.default": [{}, {"min": -1}, {"max": 2}, {"min": -1, "max": 2}],
+    "elu.default": [{}, {"alpha": 0.5, "scale": 1.5}],
+    "leaky_relu.default": [{}, {"negative_slope": 0.3}],
+    "softplus.default": [{}, {"beta": 2.0, "threshold": 3.0}],
+    "hardshrink.default": [{}, {"lambd": 1.0}],
+    "softshrink.default": [{}, {"lambd": 1.0}],
+    "celu.default": [{}, {"alpha": 2.0}],
+}
+for _alias, _name in (("divide", "div"), ("subtract", "sub"), ("clip", "clamp")):
+    KWARGS |= {k.replace(_name, _alias): v for k, v in KWARGS.items() if k.startswith(_name + ".")}
+# eager's vectorised CPU kernels disagree with its own scalar and CUDA kernels about these: NaN in the deciding operand, infinities
+NANLESS = {"hardtanh_backward.default", "elu_backward.default"}
+FINITE = {"gelu.default", "gelu_backward.default", "pow.Tensor_Scalar"}
+# formulas that cancel: their error is measured in ulps of their inputs
+CANCELS = {
+    "gelu.default",
+    "addcmul.default",
+    "addcdiv.default",
+    "digamma.default",
+    "polygamma.default",
+    "prims.digamma.default",
+    "hardsigmoid_backward.default",
+    "lerp.Scalar",
+    "lerp.Tensor",
+    "logaddexp2.default",
+    "logaddexp.default",
+    "silu_backward.default",
+    "special_ndtr.default",
+    "tanh_backward.default",
+    "sigmoid_backward.default",
+    "mish_backward.default",
+    "gelu_backward.default",
+    "elu_backward.default",
+    "softplus_backward.default",
+}
+# integers only: what eager refuses or leaves undefined on a CPU
+NONZERO = {"floor_divide", "remainder", "fmod", "div"}
+SKIP_ROWS = {"_to_copy.default", "prims.convert_element_type.default", "prims.device_put.default", "clone.default", "alias.default"}
+# eager rounds 1/6 to float32 here, whatever the dtype
+FLOAT32_CONSTANT = {"hardsigmoid_backward.default"}
+SKIP_ROWS |= {"lift_fresh_copy.default", "log_sigmoid.default"}
+
+
+def overload_of(name):
+    space, name = (torch.ops.prims, name.removeprefix("prims.")) if name.startswith("prims.") else (torch.ops.aten, name)
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(space, packet), overload)
+
+
+def calls(name, dtype):
+    """Yield (args, kwargs) of eager calls of an overload, tensors of `dtype`."""
+    schema = overload_of(name)._schema
+    tensor_like = [a for a in schema.arguments if "Tensor" in str(a.type) and not (a.has_default_value() and a.kwarg_only)]
+    kinds = [torch.bool if a.name in ("condition", "mask", "pred") else dtype for a in tensor_like]
+    if name == "where.ScalarSelf":
+        kinds = [torch.bool, dtype]
+    tensors = operands(kinds) if kinds else []
+    base = name.split(".")[-2]
+    if not dtype.is_floating_point and base in NONZERO and len(tensors) > 1 and dtype is not torch.bool:
+        tensors[1] = torch.where(tensors[1] == 0, 1, tensors[1])
+    if name in NANLESS | FINITE:
+        tensors = [
+            t.nan_to_num(0.3, *((0.7, 0.9) if name in FINITE else (None, None))) if t.dtype.is_floating_point else t for t in tensors
+        ]
+    if name == "pow.Tensor_Scalar" and dtype in (torch.float16, torch.bfloat16):
+        tensors = [t.abs().clamp(min=1e-3) for t in tensors]  # its scalar kernel knows no special cases for exponents of 0.5 and -0.5
+    if "shift" in base and len(tensors) > 1:
+        tensors[1] = (
+            tensors[1].clamp(0, torch.iinfo(dtype).bits - 1) if not dtype.is_floating_point and dtype is not torch.bool else tensors[1]
+        )
+    if base == "where" and name == "where.Scalar":
+        tensors = [values(torch.bool)]
+    scalars = SCALARS.get(name, (2, -3, 0.7) if dtype.is_floating_point else (2, 3))
+    positional = [a for a in schema.arguments if not a.kwarg_only and not (a.has_default_value() and "Tensor" not in str(a.type))]
+    holes = [a for a in positional if "Tensor" not in str(a.type)]
+    choices = [[False, True] if a.name == "is_result" or "bool" in str(a.type) else list(scalars) for a in holes]
+    if name in ("hardtanh_backward.default", "softplus_backward.default"):
+        choices = [[s] for s in scalars]
+    for numbers, kwargs in itertools.product(itertools.product(*choices), KWARGS.get(name, [{}])):
+        if base == "round" and holes:
+            numbers = ()
+        if name == "masked_fill.Tensor":
+            tensors[2] = tensors[2][5]
+        source, given = iter(tensors), iter(numbers)
+        yield [next(source) if "Tensor" in str(a.type) else next(given) for a in positional], kwargs
+
+
+def close(ours, eager, exact, scale):
+    """Assert ours == eager for integers, and for floats an error at most twice eager's plus a few ulp."""
+    if not ours.dtype.is_floating_point:
+        assert torch.equal(ours, eager)
+        return
+    info = torch.finfo(ours.dtype)
+    a, b, e = ours.double(), eager.double(), exact.double()
+    assert torch.equal(a.isnan(), b.isnan()), "NaN in other places"
+    both = a.isfinite() & b.isfinite()
+    assert torch.equal(a[~both & ~a.isnan()], b[~both & ~b.isnan()]), "infinities differ"
+    allowed = 2 * (b - e).abs() + 4 * info.eps * (e.abs() + scale) + 4 * info.tiny
+    allowed = torch.where(e.isfinite(), allowed, math.inf)
+    worst = ((a - b).abs() - allowed)[both]
+    assert worst.numel() == 0 or float(worst.max()) <= 0, f"off by {float((a - b).abs()[both].max())}"
+
+
+def widen(value):
+    return value.double() if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else value
+
+
+def check(name, dtype):
+    op, ran = overload_of(name), 0
+    if name in FLOAT32_CONSTANT and dtype is torch.float64:
+        return 0
+    for args, kwargs in calls(name, dtype):
+        try:
+            eager = op(*args, **kwargs)
+        except (RuntimeError, NotImplementedError, TypeError):
+            continue
+        if eager.dtype not in ALL:
+            continue
+        args = [a.expand(len(eager)).contiguous() if isinstance(a, torch.Tensor) and not a.dim() else a for a in args]
+        tensors = {f"x{i}": a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+        layout = Layout.contiguous((len(eager),)) if hasattr(Layout, "contiguous") else None
+        exprs = [load(f"x{i}", layout, a.dtype) if isinstance(a, torch.Tensor) else a for i, a in enumerate(args)]
+        try:
+            root = lower_pointwise(name, eager.dtype, exprs, kwargs)
+        except Unsupported:
+            continue
+        assert root.dtype is eager.dtype
+        if not tensors:
+            continue
+        try:
+            exact = op(*(widen(a) for a in args), **kwargs)
+        except (RuntimeError, NotImplementedError):
+            exact = eager
+        scale = sum(t.double().abs().nan_to_num(0, 0, 0) for t in tensors.values()) ** 2 * 4 if name in CANCELS else 0.0
+        try:
+            for numerics in (False, True):
+                close(evaluate(root, tensors, numerics), eager, exact, scale)
+        except AssertionError as error:
+            numbers = [a for a in args if not isinstance(a, torch.Tensor)]
+            raise AssertionError(f"{name} {dtype} {numbers} {kwargs}: {error}") from None
+        ran += 1
+    return ran
+
+
+ROWS = sorted(set(POINTWISE) - SKIP_ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row_equals_eager(name):
+    """Every overload, in every dtype that eager has for it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert sum(check(name, dtype) for dtype in ALL) > 0, "eager accepted no sample of this row"
+
+
+# -- casts, constants, reductions, random numbers -----------------------------------------------------------------------------------------
+STORED = (*ALL, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("source", STORED, ids=str)
+def test_casts(source):
+    """Every storage type to every other, as torch converts on a CPU."""
+    if source.is_floating_point:
+        numbers = torch.cat(
+            [values(torch.float32), torch.tensor([448.0, 460.0, 464.0, 57344.0, 61000.0, 65504.0, 65520.0, 1.0 + 2**-8, 3e-5, 1e-8, -1.5])]
+        )
+        numbers = numbers.to(source)
+    else:
+        numbers = values(source)
+    for target in STORED:
+        x = numbers
+        if target in DTYPES["int"] and source.is_floating_point:
+            x = x[x.float().isfinite() & (x.float().abs() < 2**31)]  # undefined outside the range
+            x = x.abs() if target is torch.uint8 else x
+        ours, eager = (
+            evaluate(lower_pointwise("_to_copy.default", target, [load("x0", None, source)], {"dtype": target}), {"x0": x}),
+            x.to(target),
+        )
+        assert torch.equal(ours.double().nan_to_num(7.25), eager.double().nan_to_num(7.25)), (source, target, ours, eager)
+        assert torch.equal(ours.double().isnan(), eager.double().isnan()), (source, target)
+
+
+def reduce_with(name, x, out_dtype, looped):
+    """Reduce the rows of a 2-D tensor by one reduction row, whole or in pieces of 8 columns through its combine."""
+    rows, columns = x.shape
+    storage, arg = STORAGE[x.dtype], name.startswith("arg")
+    start = f"float('{OPS[name].identity(x.dtype)}')" if x.dtype.is_floating_point else repr(OPS[name].identity(x.dtype))
+    piece = 8 if looped else columns
+    step = f"acc, at = fj.{name}_combine(acc, at, v, tl.broadcast_to(c[None, :], [R, C]))" if arg else f"acc = fj.{name}_combine(acc, v)"
+    final = f"fj.{name}(acc, at, 1)" if arg else f"fj.{name}(acc, 1)"
+    source = f"""@triton.jit
+def k(x, o, R: tl.constexpr, C: tl.constexpr, N: tl.constexpr):
+    r = tl.arange(0, R)
+    acc = tl.full([R, C], {start}, {storage.compute})
+    at = tl.full([R, C], {2**31 - 1}, tl.int32)
+    for start in range(0, N, C):
+        c = start + tl.arange(0, C)
+        v = {storage.load.format("tl.load(x + r[:, None] * N + c[None, :])")}
+        {step}
+    t = {final}
+    tl.store(o + r, {"t.to(tl.int64)" if arg else STORAGE[out_dtype].store.format("t")})
+"""
+    out = torch.empty(rows, dtype=out_dtype)
+    spec = {"name": "k", "params": [storage.pointer, STORAGE[out_dtype].pointer], "constants": {"R": rows, "C": piece, "N": columns}}
+    kernel(source, **spec)(x, out)
+    return out, KernelSpec(source, "k", tuple(spec["params"]), tuple(spec["constants"].items()))
+
+
+def reduction_input(name, dtype):
+    generator = torch.Generator().manual_seed(3)
+    if dtype is torch.bool or name in ("any", "all"):
+        return torch.rand(8, 32, generator=generator) > (0.05 if name == "all" else 0.95)
+    x = torch.randint(0, 5, (8, 32), generator=generator).to(dtype)
+    if dtype.is_floating_point:
+        x[0] = torch.rand(32, generator=generator).to(dtype)
+        if name not in ("sum", "prod"):
+            x[1, 5] = x[1, 9] = math.nan
+            x[2] = -math.inf
+            x[3] = math.inf
+            x[4, 3] = -0.0
+    return x
+
+
+EAGER = {"sum": lambda x: x.sum(1, dtype=x.dtype), "prod": lambda x: x.prod(1, dtype=x.dtype), "argmax": None, "argmin": None}
+
+
+@pytest.mark.parametrize("name", [n for n, op in OPS.items() if op.kind == "reduction"])
+@pytest.mark.parametrize("looped", [False, True])
+def test_reductions(name, looped):
+    """Whole and looped, with NaN, infinities and ties."""
+    import numpy as np
+
+    for dtype in ALL:
+        if not OPS[name].takes(dtype) or (name in ("any", "all") and dtype is not torch.bool):
+            continue
+        x = reduction_input(name, dtype)
+        ours, _ = reduce_with(name, x, torch.int64 if name.startswith("arg") else dtype, looped)
+        if name.startswith("arg"):
+            wide = x.double().numpy()
+            eager = torch.from_numpy(getattr(np, name)(wide, axis=1))  # the first of equals, NaN first
+        else:
+            eager = EAGER.get(name, lambda x: getattr(torch, name)(x, 1))(x)
+        tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype in (torch.float16, torch.bfloat16) else {}
+        torch.testing.assert_close(ours, eager, equal_nan=True, **tolerance)
+
+
+def test_random_streams():
+    """The same element of a stream has the same number however it is computed; the numbers are uniform and normal."""
+    n = 4096
+    source = """@triton.jit
+def k(a, b, c, d, e, N: tl.constexpr):
+    i = tl.arange(0, N)
+    seed = tl.full((), 12345678901, tl.int64)
+    at = i.to(tl.int64)
+    start = tl.full((), 0, tl.int64)
+    tl.store(a + i, fj.rand(seed, at))
+    tl.store(b + i, fj.rand_tile(seed, start, N))
+    tl.store(c + i, fj.randn(seed, at))
+    tl.store(d + i, fj.randn_tile(seed, start, N))
+    tl.store(e + i, fj.random_bits(seed, at))
+"""
+    outs = [torch.empty(n) for _ in range(4)] + [torch.empty(n, dtype=torch.int64)]
+    kernel(source, name="k", params=["*fp32"] * 4 + ["*i64"], constants={"N": n})(*outs)
+    a, b, c, d, e = outs
+    assert torch.equal(a, b)
+    torch.testing.assert_close(c, d)
+    assert float(a.min()) >= 0 and float(a.max()) < 1 and abs(float(a.mean()) - 0.5) < 0.02
+    assert abs(float(c.mean())) < 0.05 and abs(float(c.std()) - 1) < 0.05
+    assert a.unique().numel() > n - 5 and int(e.max()) < 2**32
+    assert torch.equal((e >> 8).float() * 2.0**-24, a)
+    # the counter-based generator that the compiled kernels call, on the same counters
+    import triton.language as tl
+
+    from fusejit.runtime.launch import interpreted
+
+    assert interpreted() and hasattr(tl, "philox")
+    reference = torch.empty(n, dtype=torch.int64)
+    text = """@triton.jit
+def k(o, N: tl.constexpr):
+    i = tl.arange(0, N)
+    low = (i // 4).to(tl.uint32)
+    a, b, c, d = tl.philox(tl.full((), 12345678901, tl.int64), low, low * 0, low * 0, low * 0)
+    lane = i % 4
+    tl.store(o + i, tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d))).to(tl.int64))
+"""
+    kernel(text, name="k", params=["*i64"], constants={"N": n})(reference)
+    assert torch.equal(reference, e)
+
+
+def test_index_checks():
+    """An index out of bounds raises IndexError; masked lanes are not looked at; negative ones wrap."""
+    source = """@triton.jit
+def k(x, o, n: tl.constexpr, M: tl.constexpr):
+    i = tl.arange(0, 8)
+    at = fj.wrap(tl.load(x + i, mask=i < M, other=99), n)
+    fj.check_index(at, n, i < M)
+    tl.store(o + i, at, mask=i < M)
+"""
+    x, out = torch.tensor([0, -1, 4, -5, 2, 99, 0, 0]), torch.zeros(8, dtype=torch.int64)
+    kernel(source, name="k", params=["*i64", "*i64"], constants={"n": 5, "M": 5})(x, out)
+    assert out.tolist() == [0, 4, 4, 0, 2, 0, 0, 0]
+    with pytest.raises(IndexError, match="index 99 is out of bounds for dimension with size 5"):
+        kernel(source, name="k", params=["*i64", "*i64"], constants={"n": 5, "M": 6})(x, out)
+
+
+def test_rounds_scalars_as_eager_does():
+    x = load("x", None, torch.bfloat16)
+    (scalar,) = [a for a in lower_pointwise("gt.Scalar", torch.bool, (x, 0.1)).args if isinstance(a, Const)]
+    assert scalar.value == 0.10009765625  # a comparison in bfloat16 compares with the rounded number
+    (scalar,) = [a for a in lower_pointwise("mul.Tensor", torch.bfloat16, (x, 0.1)).args if isinstance(a, Const)]
+    assert scalar.value == 0.1 and scalar.dtype is torch.float32  # a product is computed in float32 with the exact one
+
+
+def test_unsupported_is_said():
+    x = load("x", None, torch.float32)
+    with pytest.raises(Unsupported, match="not in the op table"):
+        lower_pointwise("nope.default", torch.float32, (x,))
+    with pytest.raises(Unsupported, match="order 3"):
+        lower_pointwise("polygamma.default", torch.float32, (3, x))
+    with pytest.raises(Unsupported, match=r"float16"):
+        lower_pointwise("nextafter.default", torch.float16, (load("x", None, torch.float16), load("y", None, torch.float16)))
+
+
+def test_table_is_big_enough():
+    assert sum(op.kind == "pointwise" for op in OPS.values()) >= 100
+    assert len(set(REDUCTIONS.values())) == 8
+    assert compute("add", const(1, torch.int32), const(2, torch.int32), dtype=torch.int32) is not None
+    assert isinstance(lower_pointwise("add.Tensor", torch.float32, (load("x", None, torch.float32), 1)), Compute)
+
+
+# -- every row compiled for a GPU that need not be there ----------------------------------------------------------------------------------
+def roots_of(dtype):
+    """One expression of every row that takes `dtype`, over loads x0, x1, ... of that dtype (or bool, for conditions)."""
+    roots = {}
+    for name in ROWS:
+        for args, kwargs in calls(name, dtype):
+            types = [a.dtype if isinstance(a, torch.Tensor) else None for a in args]
+            exprs = [
+                load(f"{'c' if t is torch.bool and dtype is not t else 'x'}{i}", None, t) if t else a
+                for i, (a, t) in enumerate(zip(args, types, strict=True))
+            ]
+            try:
+                out = overload_of(name)(*(a[:1].clone() if isinstance(a, torch.Tensor) and a.dim() else a for a in args), **kwargs).dtype
+                roots.setdefault(lower_pointwise(name, out, exprs, kwargs), name)
+            except (Unsupported, RuntimeError, NotImplementedError, TypeError, KeyError):
+                continue
+            break
+    return [r for r in roots if isinstance(r, Compute)]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool], ids=str
+)
+def test_rows_compile_for_sm_90(dtype):
+    """Every row compiles and spills nothing, a few dozen to a kernel."""
+    specs, roots = [], roots_of(dtype)
+    heavy = 6 if dtype is torch.float64 else 16
+    for start in range(0, len(roots), heavy):
+        batch = roots[start : start + heavy]
+        buffers = sorted({(n.buffer, n.dtype) for n in postorder(batch) if isinstance(n, Load)}, key=lambda b: b[0])
+        source = source_of(batch, [name for name, _ in buffers])
+        params = (*(STORAGE[d].pointer for _, d in buffers), *(STORAGE[r.dtype].pointer for r in batch))
+        specs.append(KernelSpec(source, "k", params, (("N", 4096), ("B", 128))))
+    for spec, done in zip(specs, compile_kernels(specs), strict=True):
+        assert done.n_spills == 0, spec.source
+
+
+def test_reductions_compile_for_sm_90():
+    specs = []
+    for name, op in OPS.items():
+        if op.kind == "reduction":
+            dtypes = [torch.bool] if name in ("any", "all") else [d for d in (torch.float32, torch.int64) if op.takes(d)]
+            specs += [
+                reduce_with(name, reduction_input(name, d), torch.int64 if name.startswith("arg") else d, looped)[1]
+                for d in dtypes
+                for looped in (0, 1)
+            ]
+    assert all(done.n_spills == 0 for done in compile_kernels(specs))
