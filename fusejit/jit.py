@@ -259,7 +259,7 @@ class JitFunction:
     def explain_error(self, error: Unsupported) -> BaseException:
         """The error that `fullgraph=True` raises: torch's own where the call itself is wrong, `CaptureError` otherwise."""
         cause = error.__cause__
-        if type(cause) in (RuntimeError, IndexError, TypeError, ValueError):
+        if cause is not None and type(cause) in (RuntimeError, IndexError, TypeError, ValueError):
             if error.line:
                 cause.add_note(f"while capturing {self.settings.name!r} at {error.line}")
             return cause
@@ -468,11 +468,12 @@ def forwarded(name: str) -> Callable:
 
 # What nn.Module defines and a JitModule takes from the original: everything about its contents, nothing about calls and hooks.
 CONTENTS = (
-    "state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict", "named_parameters", "parameters", "named_buffers", "buffers",
-    "named_children", "children", "named_modules", "modules", "train", "eval", "requires_grad_", "zero_grad", "_apply", "apply", "cuda", "cpu",
-    "type", "float", "double", "half", "bfloat16", "to", "to_empty", "share_memory", "register_buffer", "register_parameter", "register_module",
-    "add_module", "get_submodule", "set_submodule", "get_parameter", "get_buffer", "get_extra_state", "set_extra_state", "extra_repr", "_named_members",
-    "register_load_state_dict_post_hook", "register_state_dict_pre_hook", "_register_state_dict_hook", "register_load_state_dict_pre_hook",
+    "state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict", "named_parameters", "parameters",
+    "named_buffers", "buffers", "named_children", "children", "named_modules", "modules", "train", "eval", "requires_grad_",
+    "zero_grad", "_apply", "apply", "cuda", "cpu", "type", "float", "double", "half", "bfloat16", "to", "to_empty", "share_memory",
+    "register_buffer", "register_parameter", "register_module", "add_module", "get_submodule", "set_submodule", "get_parameter",
+    "get_buffer", "get_extra_state", "set_extra_state", "extra_repr", "_named_members", "register_load_state_dict_post_hook",
+    "register_state_dict_pre_hook", "_register_state_dict_hook", "register_load_state_dict_pre_hook",
 )  # fmt: skip
 for _name in CONTENTS:
     if hasattr(torch.nn.Module, _name):

@@ -312,7 +312,7 @@ def compile_for(
         CaptureError: the function cannot be captured. CompileError: a kernel cannot be compiled.
     """
     fn = getattr(fn, "__wrapped__", fn) if type(fn).__module__.startswith("fusejit") else fn
-    name = name or getattr(fn, "__qualname__", type(fn).__name__)
+    name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
     settings = Settings(jit_level=jit_level, fullgraph=True, backend="triton", numerics=numerics, name=name, target=target)
     leaves: list[Any] = []
     tree.flatten((tuple(args), kwargs or {}), leaves)

@@ -1,6 +1,6 @@
 """A stand-in for the back end: runs each functional graph through torch, so that the front can be tested by itself.
 
-    >>> with installed(monkeypatch): jit(f, backend="interpret")(x)
+>>> with installed(monkeypatch): jit(f, backend="interpret")(x)
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Program:
     def __call__(self, args: list) -> tuple:
         assert isinstance(args, list)
         for value, fake in zip(args, self.inputs, strict=True):
-            assert value.shape == fake.shape and value.dtype == fake.dtype and value.stride() == fake.stride(), (value.stride(), fake.stride())
+            assert value.shape == fake.shape and value.dtype == fake.dtype and value.stride() == fake.stride(), (
+                value.stride(),
+                fake.stride(),
+            )
         self.runs += 1
         inputs = tuple(args)
         args.clear()
@@ -39,9 +42,10 @@ class Program:
 
 def install(monkeypatch: Any) -> list[Program]:
     """Replace fusejit's compile and decompose modules; returns the list of programs made from now on."""
+    from torch._decomp import core_aten_decompositions
+
     import fusejit
     import fusejit.codegen.decompose as decompose
-    from torch._decomp import core_aten_decompositions
 
     made: list[Program] = []
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusejit.errors import CompileError
-from fusejit.runtime import workers
+from fusejit.runtime import launch, workers
 from fusejit.runtime.launch import compile_all, interpreted, kernel
 from fusejit.runtime.workers import KernelSpec, compile_kernels
 
@@ -56,8 +56,8 @@ def test_an_empty_grid_launches_nothing():
 @pytest.mark.parametrize(
     "dtype,kind",
     [
-        (torch.float64, "*fp64"), (torch.float16, "*fp16"), (torch.int64, "*i64"), (torch.int32, "*i32"), (torch.int16, "*i16"), (torch.int8, "*i8"),
-        (torch.uint8, "*u8"),
+        (torch.float64, "*fp64"), (torch.float16, "*fp16"), (torch.int64, "*i64"), (torch.int32, "*i32"), (torch.int16, "*i16"),
+        (torch.int8, "*i8"), (torch.uint8, "*u8"),
     ],
 )  # fmt: skip
 def test_pointer_types(dtype, kind):
@@ -125,7 +125,7 @@ def test_threads_share_kernels():
 
 def test_compile_all_ahead():
     compile_all([adder(), adder(n=10)])
-    assert interpreted() or adder()._run is None  # compiled, and loaded where it is first launched
+    assert interpreted() or adder().spec in {spec for spec, _ in launch._binaries}
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused():
@@ -150,11 +150,9 @@ def test_compiles_for_sm_90():
 
 
 def test_counts_spills():
-    lines = "\n".join(f"    a{k} = tl.load(x + i + {k * 4096}, mask=m) * tl.load(y + i + {k})" for k in range(40))
-    total = " + ".join(f"tl.sort(a{k})" for k in range(40))
-    source = ADD.replace("    tl.store(o + i,", f"{lines}\n    tl.store(o + i, {total} +")
-    (done,) = compile_kernels([KernelSpec(source, "add", F32, (("N", 1 << 20), ("B", 1024)), num_warps=1)])
-    assert done.n_spills > 0 and done.n_regs == 255
+    source = ADD.replace("tl.load(y + i, mask=m)", "fj.sum(tl.load(x + i, mask=m), 0)")  # the row must wait for its sum
+    (done,) = compile_kernels([KernelSpec(source, "add", F32, (("N", 1 << 20), ("B", 8192)), num_warps=1)])
+    assert done.n_spills > 0
 
 
 def test_targets():
@@ -218,6 +216,55 @@ def test_fifteen_kernels_in_seconds():
     done = compile_kernels([spec(s) for s in sources], fresh=True)
     assert len(done) == 15 and time.perf_counter() - start < 25
     assert sum(d.seconds for d in done) < 50
+
+
+class _Address:
+    """As much of a CUDA tensor as a launch looks at."""
+
+    def __init__(self, address, device=0):
+        self.address, self.device = address, torch.device("cuda", device)
+
+    def data_ptr(self):
+        return self.address
+
+
+def test_alignment_variants_and_devices(monkeypatch):
+    """The path of a GPU launch, with a recording in the place of the driver."""
+    current, loaded, runs = [0], [], []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *error):
+            current[0] = self.before
+
+    def binary(spec, device):
+        loaded.append((spec.aligned, device))
+        fake = type("Binary", (), {"function": 1, "packed_metadata": 2})()
+        fake.run = lambda *args: runs.append((current[0], spec.aligned, args[:3], args[-2:]))
+        return fake
+
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_binary", binary)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    run = adder(n=2999, aligned=(True, False, True))
+    good, odd, far = _Address(1 << 20), _Address((1 << 20) + 4), _Address(1 << 20, device=1)
+    run(good, odd, good)
+    run(good, odd, good)
+    assert loaded == [((True, False, True), 0)]
+    assert runs == [(0, (True, False, True), (3, 1, 1), (2999, 1024))] * 2
+    run(odd, good, good)
+    assert loaded[1:] == [((False, False, True), 0)] and runs[-1][1] == (False, False, True)
+    run(far, far, far)
+    assert runs[-1][0] == 1 and current == [0]
+    with pytest.raises(CompileError, match=r"cannot be launched on cpu tensors; set TRITON_INTERPRET=1"):
+        run(torch.ones(1), torch.ones(1), torch.ones(1))
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------------------------

@@ -509,14 +509,90 @@ def test_rows_compile_for_sm_90(dtype):
         assert done.n_spills == 0, spec.source
 
 
+def test_casts_compile_for_sm_90():
+    specs = []
+    for source in STORED:
+        roots = [lower_pointwise("_to_copy.default", target, [load("x0", None, source)]) for target in STORED if target is not source]
+        params = (STORAGE[source].pointer, *(STORAGE[r.dtype].pointer for r in roots))
+        specs.append(KernelSpec(source_of(roots, ["x0"]), "k", params, (("N", 4096), ("B", 128))))
+    text = source_of([load("x0", None, torch.float32)], ["x0"]).replace("tl.store(o0 + i, t0", "tl.store(o0 + i, fj.to_e4m3_nan(t0)")
+    specs.append(KernelSpec(text, "k", ("*fp32", "*fp8e4nv"), (("N", 4096), ("B", 128))))
+    assert all(done.n_spills == 0 for done in compile_kernels(specs))
+
+
 def test_reductions_compile_for_sm_90():
     specs = []
     for name, op in OPS.items():
         if op.kind == "reduction":
-            dtypes = [torch.bool] if name in ("any", "all") else [d for d in (torch.float32, torch.int64) if op.takes(d)]
+            dtypes = [torch.bool] if name in ("any", "all") else [d for d in (torch.float32, torch.int64, torch.bool) if op.takes(d)]
             specs += [
                 reduce_with(name, reduction_input(name, d), torch.int64 if name.startswith("arg") else d, looped)[1]
                 for d in dtypes
                 for looped in (0, 1)
             ]
     assert all(done.n_spills == 0 for done in compile_kernels(specs))
+
+
+# -- every row through fusejit.jit: broadcasts and gradients ----------------------------------------------------------------------------
+SHAPES = [(2, 3, 4), (3, 1), (4,), (2, 1, 1)]
+JIT_ROWS = [n for n in ROWS if not n.startswith("prims.")]
+# operands of these have one shape, or their gradient belongs to another op
+SAME_SHAPE = {"_prelu_kernel.default"}
+
+
+def jit_call(name):
+    """A function of tensors that makes one eager call of the overload, and tensors of shapes that broadcast."""
+    op = overload_of(name)
+    integral = "bitwise" in name or "shift" in name or name.startswith("__")
+    args, kwargs = list(calls(name, torch.int32 if integral else torch.float32))[-1]
+    generator = torch.Generator().manual_seed(len(name))
+    tensors, holes = [], []
+    for i, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and value.dim():
+            shape = SHAPES[0] if "backward" in name or name in SAME_SHAPE else SHAPES[len(tensors) % 4]
+            drawn = torch.rand(shape, generator=generator) * 0.8 + 0.1
+            tensors.append((drawn * 6).to(value.dtype) if integral else drawn > 0.5 if value.dtype is torch.bool else drawn)
+            holes.append(i)
+
+    def function(*given):
+        filled = list(args)
+        for hole, tensor in zip(holes, given, strict=True):
+            filled[hole] = tensor
+        return op(*filled, **kwargs)
+
+    return function, tensors
+
+
+def gradients(function, tensors):
+    """The result, and the gradients of its sum, weighted so that no two elements count the same; None where eager has none."""
+    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+    out = function(*leaves)
+    if not out.requires_grad:
+        return out, None
+    (out * torch.linspace(0.5, 1.5, out.numel()).reshape(out.shape)).sum().backward()
+    return out.detach(), [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("name", JIT_ROWS)
+def test_row_through_jit(name):
+    """Broadcast operands and their gradients, compiled from one traced call to its kernels."""
+    fusejit = pytest.importorskip("fusejit")
+    pytest.importorskip("fusejit.compile")
+    function, tensors = jit_call(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            wanted, slopes = gradients(function, tensors)
+        except (RuntimeError, NotImplementedError):  # eager knows no derivative of this op
+            tensors = [t.detach() for t in tensors]
+            wanted, slopes = function(*tensors), None
+        jitted = fusejit.jit(function, backend="interpret")
+        if slopes is None:
+            torch.testing.assert_close(jitted(*tensors), wanted, equal_nan=True, rtol=2e-5, atol=1e-6)
+            return
+        ours, found = gradients(jitted, tensors)
+    torch.testing.assert_close(ours, wanted, equal_nan=True, rtol=2e-5, atol=1e-6)
+    for a, b in zip(found, slopes, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            torch.testing.assert_close(a, b, equal_nan=True, rtol=5e-5, atol=5e-6)

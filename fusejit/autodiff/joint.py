@@ -143,7 +143,8 @@ def lift_constants(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, 
     if not any(node.op == "get_attr" for node in module.graph.nodes):
         return module, []
     module = core_graph(module, list(module.graph.output_node().args[0]))  # type: ignore[arg-type]
-    graph, constants = module.graph, []
+    graph = module.graph
+    constants: list[Tensor] = []
     last = [node for node in graph.nodes if node.op == "placeholder"]
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         value = getattr(module, str(node.target))

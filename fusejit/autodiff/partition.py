@@ -42,7 +42,8 @@ def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
     forward, backward = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=results)
     outputs = forward.graph.output_node().args[0]
     keep_mutated(forward, results)
-    gradients, kept = [], []
+    gradients: list[int | None] = []
+    kept: list[torch.fx.Node] = []
     output = backward.graph.output_node()
     for value in output.args[0]:  # type: ignore[union-attr]
         gradients.append(len(kept) if isinstance(value, torch.fx.Node) else None)

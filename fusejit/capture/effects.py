@@ -43,12 +43,15 @@ HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
 }
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-REFUSED_CALLS = {print: "print", input: "input"}
+REFUSED_CALLS: dict[Any, str] = {print: "print", input: "input"}
 
 
 @dataclass(slots=True)
 class Read:
-    """One value that the capture read. `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell."""
+    """One value that the capture read.
+
+    `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell.
+    """
 
     how: str
     table: Any
@@ -149,8 +152,9 @@ class Recorder:
     def patch(self, cls: type) -> bool:
         """Replace the attribute methods of a class; False where Python does not allow it."""
         recorder, ident = self, threading.get_ident
-        get, put = cls.__getattribute__, cls.__setattr__
-        missing = getattr(cls, "__getattr__", None)
+        get: Any = cls.__getattribute__
+        put: Any = cls.__setattr__
+        missing: Any = getattr(cls, "__getattr__", None)
 
         def getattribute(obj: Any, name: str) -> Any:
             value = get(obj, name)
@@ -159,7 +163,7 @@ class Recorder:
             return value
 
         def getattr_missing(obj: Any, name: str) -> Any:
-            value = missing(obj, name)  # type: ignore[misc]
+            value = missing(obj, name)
             if ident() == recorder.owner and not recorder.silent:
                 recorder.note_missing(obj, name, value)
             return value
@@ -180,11 +184,13 @@ class Recorder:
 
     def patch_apply(self) -> None:
         """Refuse `autograd.Function`s whose own backward the graph would lose."""
-        original, recorder = torch.autograd.Function.apply.__func__, self
+        original: Any = torch.autograd.Function.__dict__["apply"].__func__
+        recorder = self
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == recorder.owner and torch.is_grad_enabled():
-                if any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values())):
+                differentiable = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
+                if differentiable:
                     name = f"{cls.__name__} (a torch.autograd.Function)"
                     raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here())
             return original(cls, *args, **kwargs)
@@ -195,14 +201,16 @@ class Recorder:
         """Profile hook: look at the globals of each user function as it starts; refuse calls that a graph cannot repeat."""
         if event == "call":
             code = frame.f_code
-            if code not in self.codes:
-                self.codes.add(code)
-                if kind(code.co_filename) != "torch":
-                    self.scan(code, frame.f_globals)
-        elif event == "c_call" and type(arg) is types.BuiltinFunctionType and arg in REFUSED_CALLS:
-            if kind(frame.f_code.co_filename) != "torch" and not self.silent:
-                reason = "it would run once, while capturing, and not again; move it outside the jitted function"
-                raise Unsupported(REFUSED_CALLS[arg], reason, frame_line(frame))
+            if code in self.codes:
+                return
+            self.codes.add(code)
+            if kind(code.co_filename) != "torch":
+                self.scan(code, frame.f_globals)
+        elif event == "c_call" and type(arg) is types.BuiltinFunctionType and arg in REFUSED_CALLS and not self.silent:
+            if kind(frame.f_code.co_filename) == "torch":
+                return
+            reason = "it would run once, while capturing, and not again; move it outside the jitted function"
+            raise Unsupported(REFUSED_CALLS[arg], reason, frame_line(frame))
 
     # Recording reads.
 

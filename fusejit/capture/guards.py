@@ -126,7 +126,7 @@ class Guards:
         self.count = writer.count
         exec(compile(self.source, f"<guards of {captured.name or 'function'}>", "exec"), scope)
         self.lifted: Callable[[list[Any]], list[Tensor] | None] = scope["check"]
-        self.pins = [leaf for leaf in scope.values()]
+        self.pins = list(scope.values())
 
 
 class Writer:
@@ -171,7 +171,7 @@ class Writer:
                 return f"not {text}"
             frozen = read.snapshot
             return f"same({text}, {self.pin(frozen)}, {self.pin(type(value))})"
-        if isinstance(value, VALUES) or isinstance(value, enum.Enum):
+        if isinstance(value, (*VALUES, enum.Enum)):
             return f"({text} is {self.pin(value)} or equal({text}, {self.pin(value)}))"
         if type(value) is types.MethodType:
             return f"{text} == {self.pin(value)}"
@@ -210,7 +210,8 @@ class Writer:
         kind, dtype, shape, stride, device, grad = tensor_key(value)
         test = (
             f"type(t{number}) is {self.pin(kind)} and t{number}.dtype is {self.pin(dtype)} and t{number}.shape == {self.constant(shape)} "
-            f"and t{number}.requires_grad is {grad} and t{number}.stride() == {self.constant(stride)} and t{number}.device == {self.constant(device)}"
+            f"and t{number}.requires_grad is {grad} and t{number}.stride() == {self.constant(stride)} "
+            f"and t{number}.device == {self.constant(device)}"
         )
         return [f"        t{number} = {text}", f"        if not ({test}): return None"]
 
@@ -239,7 +240,7 @@ def frozen_same(now: Any, then: Any) -> bool:
     if now is then:
         return True
     if isinstance(then, dict):
-        return isinstance(now, dict) and now.keys() == then.keys() and all(frozen_same(now[key], value) for key, value in then.items())
+        return isinstance(now, dict) and now.keys() == then.keys() and all(frozen_same(now[key], then[key]) for key in then)
     if isinstance(then, list):
         return isinstance(now, (list, tuple, deque)) and len(now) == len(then) and all(map(frozen_same, now, then))
     if isinstance(then, frozenset):

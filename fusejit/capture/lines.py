@@ -66,10 +66,11 @@ def frame_entry(frame: FrameType | None) -> str:
 
 def shorten(entry: str) -> str:
     """Turn the last traceback entry of a text into ``"file.py:12: code"``; ``""`` when there is none."""
-    found = None
-    for found in ENTRY.finditer(entry):
-        pass
-    return "" if found is None else f"{os.path.basename(found['file'])}:{found['line']}: {found['code']}".rstrip(": ")
+    found = next(iter([*ENTRY.finditer(entry)][-1:]), None)
+    if found is None:
+        return ""
+    place = f"{os.path.basename(found['file'])}:{found['line']}"
+    return f"{place}: {found['code']}" if found["code"] else place
 
 
 def user_line(node: torch.fx.Node) -> str:

@@ -99,7 +99,7 @@ def recorder() -> Recorder:
 
 
 # Functions of torch that a graph cannot repeat: what the user calls them.
-T = torch.Tensor
+T: Any = torch.Tensor
 VALUE = "reads the values of a tensor, which are not known while capturing"
 GRADIENT = "changes how gradients flow by a Python callback, which a graph cannot keep"
 REFUSED: dict[Any, tuple[str, str]] = {
@@ -116,17 +116,17 @@ REFUSED: dict[Any, tuple[str, str]] = {
     T.register_post_accumulate_grad_hook: ("Tensor.register_post_accumulate_grad_hook", GRADIENT),
     T.retain_grad: ("Tensor.retain_grad", "asks for the gradient of a value that exists only inside the graph"),
     T.requires_grad_: ("Tensor.requires_grad_", "changes a tensor's autograd state inside the graph"),
-    T.requires_grad.__set__: ("setting .requires_grad", "changes a tensor's autograd state inside the graph"),  # type: ignore[attr-defined]
-    T.grad.__get__: ("reading .grad", "reads a gradient that is not an input of the graph; pass it as an argument"),  # type: ignore[attr-defined]
-    T.grad.__set__: ("setting .grad", "changes a gradient from inside the graph"),  # type: ignore[attr-defined]
-    T.grad_fn.__get__: ("reading .grad_fn", "depends on autograd's own graph"),  # type: ignore[attr-defined]
-    T.data.__set__: ("setting .data", "replaces a tensor's memory inside the graph"),  # type: ignore[attr-defined]
+    T.requires_grad.__set__: ("setting .requires_grad", "changes a tensor's autograd state inside the graph"),
+    T.grad.__get__: ("reading .grad", "reads a gradient that is not an input of the graph; pass it as an argument"),
+    T.grad.__set__: ("setting .grad", "changes a gradient from inside the graph"),
+    T.grad_fn.__get__: ("reading .grad_fn", "depends on autograd's own graph"),
+    T.data.__set__: ("setting .data", "replaces a tensor's memory inside the graph"),
     T.backward: ("Tensor.backward", "runs autograd inside the graph; jit the forward function and call backward outside"),
     torch.autograd.grad: ("torch.autograd.grad", "runs autograd inside the graph; jit the forward function and call it outside"),
     torch.autograd.backward: ("torch.autograd.backward", "runs autograd inside the graph; call it outside"),
     torch.from_numpy: ("torch.from_numpy", "would freeze the array's values; pass a tensor"),
 }
-DATA = T.data.__get__  # type: ignore[attr-defined]
+DATA = T.data.__get__
 
 
 class Tracing(TorchFunctionMode):
@@ -191,12 +191,11 @@ class Tracing(TorchFunctionMode):
         refuse_tensor(value, "a closed-over tensor")
         if self.plain and value.requires_grad and torch.is_grad_enabled():
             raise Unsupported("a torch.func transform", "cannot be differentiated from outside; call it under torch.no_grad()")
-        mode = get_proxy_mode()
-        assert mode is not None
+        mode: Any = get_proxy_mode()
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.inference_mode(False):
             fake = self.fake_mode.from_tensor(value)
         assert isinstance(fake, FakeTensor)
-        proxy = mode.tracer.create_proxy("placeholder", f"lifted_{len(self.lifted)}", (), {})  # type: ignore[attr-defined]
+        proxy = mode.tracer.create_proxy("placeholder", f"lifted_{len(self.lifted)}", (), {})
         with torch._C.DisableTorchFunction():
             track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
         self.lifted.append((value, proxy.node))
@@ -207,9 +206,8 @@ class Tracing(TorchFunctionMode):
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
         self.inference = torch.is_inference_mode_enabled()
-        mode = get_proxy_mode()
-        assert mode is not None
-        mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (torch.is_grad_enabled(),), {})  # type: ignore[attr-defined]
+        mode: Any = get_proxy_mode()
+        mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (torch.is_grad_enabled(),), {})
 
 
 def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = ()) -> Captured:
@@ -290,9 +288,8 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         stand_in = dict(zip(tracing.arguments, inputs))
-        mode = get_proxy_mode()
-        assert mode is not None
-        watcher.ignored.add(id(mode.tracer.root))  # type: ignore[attr-defined]
+        mode: Any = get_proxy_mode()
+        watcher.ignored.add(id(mode.tracer.root))
         values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree.unflatten(structure, iter(values))
         with tracing, watcher:  # inside the trace: fx replaces nn.Module.__getattr__ too

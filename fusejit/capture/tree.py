@@ -94,7 +94,7 @@ def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
     if isinstance(kind, Registered):
         return _pytree.SUPPORTED_NODES[kind.cls].unflatten_fn(values, kind.state)
     if isinstance(kind, Fields):
-        made = kind.cls.__new__(kind.cls)
+        made: Any = object.__new__(kind.cls)
         for name, value in zip(kind.names, values):
             object.__setattr__(made, name, value)
         return made

@@ -16,6 +16,7 @@ or a name bound to one), and write each operand exactly once unless they are com
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,12 @@ class Op:
 
     @property
     def expensive(self) -> bool:
-        return self.weight >= 5
+        return self.weight >= 10
+
+    @property
+    def literals(self) -> bool:
+        """Whether a Python number may stand for an operand: operators take one, device functions need a typed value."""
+        return self.spelling != "" and not re.search(r"\w\(", self.spelling + self.exact)
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether the op is right in `dtype`."""
@@ -112,6 +118,8 @@ class Storage:
         return _BYTES[self.pointer]
 
 
+# torch's conversion to e4m3 gives NaN beyond 448 in some versions and saturates in others
+_E4M3 = "fj.to_e4m3_nan({0})" if torch.tensor(1e6).to(torch.float8_e4m3fn).isnan() else "fj.to_e4m3({0})"
 _BYTES = {"*fp64": 8, "*i64": 8, "*fp32": 4, "*i32": 4, "*fp16": 2, "*bf16": 2, "*i16": 2}
 _BYTES |= dict.fromkeys(("*i8", "*u8", "*i1", "*fp8e4nv", "*fp8e5"), 1)
 STORAGE: dict[torch.dtype, Storage] = {
@@ -119,7 +127,7 @@ STORAGE: dict[torch.dtype, Storage] = {
     torch.float32: Storage("*fp32", "tl.float32"),
     torch.float16: Storage("*fp16", "tl.float32", "{0}.to(tl.float32)", "{0}.to(tl.float16)", "{0}.to(tl.float16).to(tl.float32)"),
     torch.bfloat16: Storage("*bf16", "tl.float32", "fj.from_bf16({0})", "fj.to_bf16({0})", "fj.from_bf16(fj.to_bf16({0}))"),
-    torch.float8_e4m3fn: Storage("*fp8e4nv", "tl.float32", "fj.from_fp8({0})", "fj.to_e4m3({0})", "fj.from_fp8(fj.to_e4m3({0}))"),
+    torch.float8_e4m3fn: Storage("*fp8e4nv", "tl.float32", "fj.from_fp8({0})", _E4M3, f"fj.from_fp8({_E4M3})"),
     torch.float8_e5m2: Storage("*fp8e5", "tl.float32", "fj.from_fp8({0})", "fj.to_e5m2({0})", "fj.from_fp8(fj.to_e5m2({0}))"),
     torch.int64: Storage("*i64", "tl.int64"),
     torch.int32: Storage("*i32", "tl.int32"),
@@ -192,6 +200,10 @@ _ROWS: list[Op] = [
     _row("trunc_div", "fj.trunc_div({0}, {1})", weight=4),
     _row("remainder", "fj.remainder({0}, {1})", "remainder: Tensor Scalar Scalar_Tensor", weight=8),
     _row("fmod", "fj.fmod({0}, {1})", "fmod: Tensor Scalar", weight=8),
+    # coordinates that no stride expresses: never negative, so Triton's own division rounds as they need
+    _row("index_div", "({0} // {1})", dtypes="int"),
+    _row("index_mod", "({0} % {1})", dtypes="int"),
+    _row("checked_index", "fj.wrap({0}, {1})", dtypes="int"),  # the renderer adds the assertion that it is in bounds
     _row("neg", "fj.neg({0})", "neg, negative"),
     _row("abs", "tl.abs({0})", "abs, absolute", "any", build=f.by_kind("abs", "pass")),
     _row("pass", "{0}", "positive, conj_physical, real", "any", build=lambda dtype, x: cast(x, dtype)),

@@ -36,8 +36,16 @@ def from_fp8(x):
 
 @twin
 def to_e4m3(x):
-    # the conversion saturates; only NaN stays NaN
+    # saturates, infinities too
     return x.to(tl.float8e4nv)
+
+
+@twin
+def to_e4m3_nan(x):
+    # as torch before 2.12: what rounds beyond 448 is NaN
+    bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = tl.where(tl.abs(x) > 464.0, bits | 0x7F, bits).to(tl.uint8)
+    return bits.to(tl.float8e4nv, bitcast=True)
 
 
 @twin
@@ -131,23 +139,31 @@ def prod(x, axis: tl.constexpr):
 
 
 @twin
-def amax(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, amax_combine)
-
-
-@twin
-def amin(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, amin_combine)
-
-
-@twin
 def any(x, axis: tl.constexpr):
     return tl.reduce(x.to(tl.int32), axis, any_combine) != 0
 
 
 @twin
+def amax(x, axis: tl.constexpr):
+    if x.dtype == tl.int1:
+        result = any(x, axis)
+    else:
+        result = tl.reduce(x, axis, amax_combine)
+    return result
+
+
+@twin
 def all(x, axis: tl.constexpr):
     return tl.reduce(x.to(tl.int32), axis, all_combine) != 0
+
+
+@twin
+def amin(x, axis: tl.constexpr):
+    if x.dtype == tl.int1:
+        result = all(x, axis)
+    else:
+        result = tl.reduce(x, axis, amin_combine)
+    return result
 
 
 @twin

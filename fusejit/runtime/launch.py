@@ -44,14 +44,13 @@ class Launcher:
         IndexError: under the interpreter, an index was out of bounds.
     """
 
-    __slots__ = ("_checked", "_constants", "_device", "_run", "grid", "spec")
+    __slots__ = ("_checked", "_constants", "_loaded", "grid", "spec")
 
     def __init__(self, spec: KernelSpec, grid: tuple[int, int, int]) -> None:
         self.spec, self.grid = spec, grid
         self._constants = tuple(value for _, value in spec.constants)
         self._checked = tuple(i for i, aligned in enumerate(spec.aligned) if aligned and spec.params[i].startswith("*"))
-        self._device = -1
-        self._run: Any = None
+        self._loaded: tuple[int, Any] = (-1, None)  # a device and the kernel there, in one piece: threads may launch on two devices
 
     def __repr__(self) -> str:
         return f"Launcher({self.spec.name}, grid={self.grid})"
@@ -61,7 +60,8 @@ class Launcher:
             _interpret(self, args)
             return
         device = args[0].device.index  # None for CPU tensors, which the comparison below sends to _elsewhere
-        if device != self._device or device != torch.cuda.current_device():
+        loaded_on, binary = self._loaded
+        if device != loaded_on or device != torch._C._cuda_getDevice():
             self._elsewhere(args)
             return
         for i in self._checked:
@@ -70,7 +70,6 @@ class Launcher:
                 return
         x, y, z = self.grid
         if x and y and z:
-            binary = self._run
             binary.run(
                 x, y, z, torch._C._cuda_getCurrentRawStream(device), binary.function, binary.packed_metadata, None, None, None,
                 *args, *self._constants,
@@ -83,8 +82,7 @@ class Launcher:
             hint = "; set TRITON_INTERPRET=1 before importing triton to run it on the CPU" if device.type == "cpu" else ""
             raise CompileError(f"kernel {self.spec.name}: cannot be launched on {device} tensors{hint}")
         with torch.cuda.device(device.index):
-            binary = _binary(self.spec, device.index)
-            self._run, self._device = binary, device.index
+            self._loaded = (device.index, _binary(self.spec, device.index))
             self(*args)
 
     def _unaligned(self, args: tuple[Any, ...]) -> None:

@@ -145,6 +145,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "to_bf16": to_bf16,
     "from_bf16": from_bf16,
     "to_e4m3": _to_fp8(torch.float8_e4m3fn, tl.float8e4nv),
+    "to_e4m3_nan": _to_fp8(torch.float8_e4m3fn, tl.float8e4nv),
     "to_e5m2": _to_fp8(torch.float8_e5m2, tl.float8e5),
     "from_fp8": from_fp8,
     "sum": _reduce(lambda x, axis: x.sum(axis, dtype=x.dtype)),

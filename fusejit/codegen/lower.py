@@ -1,0 +1,328 @@
+"""Lower: a functional ATen graph becomes clusters and extern calls.
+
+In: an fx graph with fake tensors in `node.meta["val"]`. Out: `Lowered`: buffers, steps in order, outputs.
+
+    buffer arg0 (4,6) float32 | step cluster store b0 = relu(load arg0) | output b0
+
+Views never become steps: they move into the layouts of the loads. What no rule of `RULES` expresses becomes an extern call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..errors import Unsupported
+from .cluster import Cluster, Expr, Load, Store, cast, load, view
+from .decompose import short
+from .layout import Layout, contiguous, expand, strided
+from .ops import POINTWISE, RULES, STORAGE, lower_pointwise
+from .realize import base, realize, worth_a_buffer
+from .size import product
+from .views import ALIASES, VIEWS
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that kernels read and write. `written_to` names the input that it overwrites in place."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    written_to: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        return strided(self.shape, self.strides)
+
+    @property
+    def bytes(self) -> int:
+        return extent(self.shape, self.strides) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A buffer as an operand of torch: whole, or seen with other sizes, strides and an offset."""
+
+    buffer: str
+    shape: tuple[int, ...] | None = None
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Extern:
+    """A call of a torch op. `outputs` are buffer names (None: unused); `several` says that the op returns a sequence."""
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[str | None, ...]
+    several: bool
+    line: str
+    pins: bool = False
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(ref.buffer for ref in refs((self.args, self.kwargs)))
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    buffers: dict[str, Buffer]
+    inputs: tuple[str | None, ...]
+    steps: tuple[Cluster | Extern, ...]
+    outputs: tuple[Any, ...]
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"buffer {b.name} {b.shape} {str(b.dtype).removeprefix('torch.')} {self.reasons.get(b.name, '')}" for b in self.buffers.values()]
+        return "\n".join([*lines, *(str(s) for s in self.steps), f"outputs {self.outputs}"])
+
+
+Value: TypeAlias = Any  # Expr | tuple[Value, ...] | None
+Rule: TypeAlias = "Callable[[Lowering, Node], Value]"
+
+
+class Lowering:
+    """The state of one walk over a graph. Rules get it to read operands and to make buffers."""
+
+    def __init__(self, inputs: Sequence[Any], rules: dict[str, Rule]) -> None:
+        self.rules, self.given = rules, inputs
+        self.values: dict[Node, Value] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self.steps: list[Cluster | Extern] = []
+        self.reasons: dict[str, str] = {}
+        self.owned: set[Node] = set()
+        self.seeds: str | None = None
+
+    # -- buffers -----------------------------------------------------------------------------------------------------------------------
+    def buffer(self, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device, **more: Any) -> Buffer:
+        """Make a buffer; strides that overlap or leave holes are replaced by contiguous ones."""
+        shape = tuple(shape)
+        if strides is None or not dense(shape, strides):
+            strides = torch.empty(shape, device="meta").stride()
+        made = Buffer(more.pop("name", f"b{len(self.buffers)}"), shape, tuple(strides), dtype, device, **more)
+        self.buffers[made.name] = made
+        return made
+
+    def whole(self, buffer: Buffer) -> Expr:
+        return load(buffer.name, buffer.layout, buffer.dtype)
+
+    def store(self, expr: Expr, like: torch.Tensor, node: Node, reason: str, written_to: str = "") -> Expr:
+        """Give a value a buffer with the shape and strides of `like`."""
+        buffer = self.buffer(like.shape, like.stride(), like.dtype, like.device, written_to=written_to)
+        self.reasons[buffer.name] = reason
+        if product(buffer.shape):
+            value = Store(buffer.name, buffer.layout, cast(expr, like.dtype), like.dtype)
+            self.steps.append(Cluster.build(buffer.shape, (), [value], lines_of(node)))
+        return self.whole(buffer)
+
+    # -- operands ----------------------------------------------------------------------------------------------------------------------
+    def expr(self, node: Node, shape: Sequence[int] | None = None) -> Expr:
+        """Return a node's value, broadcast to `shape`."""
+        value, own = self.values[node], tuple(node.meta["val"].shape)
+        if shape is not None and tuple(shape) != own:
+            (value,) = view([value], expand(own, tuple(shape)))
+        return value
+
+    def ref(self, node: Node) -> Ref:
+        """Return a node's value as an operand of torch, stored first if it lives in registers only."""
+        value, fake = self.values[node], node.meta["val"]
+        found = as_ref(value, self.buffers)
+        if found is None:
+            value = self.values[node] = self.store(value, fake, node, "an operand that no view of a buffer gives")
+            found = as_ref(value, self.buffers)
+            assert found is not None
+        return found
+
+    # -- the walk ----------------------------------------------------------------------------------------------------------------------
+    def run(self, graph: Graph) -> Lowered:
+        fused = {n for n in graph.nodes if n.op == "call_function" and self.fusable(n)}
+        wanted = realize(graph, fused)
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        names = [self.placeholder(n, given) for n, given in zip(placeholders, self.given, strict=True)]
+        outputs: tuple[Any, ...] = ()
+        for node in graph.nodes:
+            if node.op == "output":
+                outputs = torch.fx.node.map_arg(tuple(node.args[0]), self.ref)  # type: ignore[arg-type]
+            elif node.op == "call_function":
+                self.values[node] = self.lowered(node) if node in fused else self.extern(node)
+                self.maybe_store(node, wanted.get(node, ""))
+            elif node.op == "get_attr":
+                raise Unsupported(str(node.target), "a constant tensor inside the graph", line_of(node))
+        return Lowered(self.buffers, tuple(names), tuple(self.steps), outputs, self.reasons)
+
+    def placeholder(self, node: Node, given: Any) -> str | None:
+        if not isinstance(given, torch.Tensor):
+            self.values[node] = given
+            return None
+        buffer = Buffer(node.name, tuple(given.shape), given.stride(), given.dtype, given.device)
+        self.buffers[node.name] = buffer
+        self.values[node] = self.whole(buffer)
+        self.owned.add(node)
+        return node.name
+
+    def fusable(self, node: Node) -> bool:
+        """Whether an op table row or a rule expresses the node, in these dtypes and on one device."""
+        name, out = short(node.target), node.meta.get("val")
+        if node.target is operator_getitem:
+            return True
+        tensors = [v for v in torch.utils._pytree.tree_leaves([out, [n.meta.get("val") for n in node.all_input_nodes]]) if isinstance(v, torch.Tensor)]
+        if any(v.dtype not in STORAGE or v.is_sparse or v.is_quantized for v in tensors) or len({v.device for v in tensors}) > 1:
+            return False
+        if name in VIEWS or name in self.rules:
+            check = CHECKS.get(name)
+            return check is None or check(node)
+        if name not in POINTWISE or not isinstance(out, torch.Tensor):
+            return False
+        try:
+            self.trial(node)
+        except Unsupported:
+            return False
+        return True
+
+    def trial(self, node: Node) -> None:
+        """Try an op table row on stand-ins for its operands."""
+        stand_in = lambda n: load("?", contiguous(()), n.meta["val"].dtype)  # noqa: E731
+        lower_pointwise(short(node.target), node.meta["val"].dtype, *torch.fx.node.map_arg((node.args, node.kwargs), stand_in), operand_dtype(node))  # type: ignore[misc]
+
+    def lowered(self, node: Node) -> Value:
+        name = short(node.target)
+        if node.target is operator_getitem:
+            source, place = node.args
+            if source in self.owned:  # type: ignore[comparison-overlap]
+                self.owned.add(node)
+            return self.values[source][place]  # type: ignore[index]
+        if name in VIEWS:
+            source = node.args[0]
+            views = VIEWS[name](tuple(source.meta["val"].shape), *node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "memory_format"})  # type: ignore[union-attr]
+            value = self.values[source]  # type: ignore[index]
+            for change in views:
+                (value,) = view([value], change)
+            return value
+        if name in self.rules:
+            return self.rules[name](self, node)
+        shape = node.meta["val"].shape
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.expr(n, shape))  # type: ignore[misc]
+        return lower_pointwise(name, node.meta["val"].dtype, args, kwargs, operand_dtype(node))
+
+    def maybe_store(self, node: Node, reason: str) -> None:
+        value, fake = self.values[node], node.meta.get("val")
+        if not isinstance(fake, torch.Tensor) or node in self.owned or short(node.target) in ALIASES:
+            return
+        reason = reason or worth_a_buffer(value, tuple(fake.shape), readers(node))
+        if reason:
+            self.values[node] = self.store(value, fake, node, reason)
+            self.owned.add(node)
+
+    def extern(self, node: Node) -> Value:
+        """Call the op through torch."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise Unsupported(str(node.target), "no graph of ATen ops can hold it", line_of(node))
+        args, kwargs = torch.fx.node.map_arg((tuple(node.args), dict(node.kwargs)), self.ref)  # type: ignore[misc]
+        fake, line = node.meta.get("val"), line_of(node)
+        leaves = [fake] if isinstance(fake, torch.Tensor) else list(fake) if isinstance(fake, (tuple, list)) else []
+        if not leaves or any(v is not None and not isinstance(v, torch.Tensor) for v in leaves):
+            raise Unsupported(str(node.target), f"its result ({type(fake).__name__}) is no tensor", line)
+        made = [None if v is None else self.taken(v) for v in leaves]
+        several = not isinstance(fake, torch.Tensor)
+        pins = any(a.alias_info is not None for a in node.target._schema.arguments)
+        self.steps.append(Extern(str(node.target), args, tuple(kwargs.items()), tuple(b and b.name for b in made), several, line, pins))  # type: ignore[arg-type]
+        self.owned.add(node)
+        values = tuple(None if b is None else self.whole(b) for b in made)
+        return values if several else values[0]
+
+    def taken(self, fake: torch.Tensor) -> Buffer:
+        """Make the buffer that an extern call returns, with whatever strides torch gives it."""
+        made = Buffer(f"b{len(self.buffers)}", tuple(fake.shape), fake.stride(), fake.dtype, fake.device)
+        self.buffers[made.name] = made
+        return made
+
+
+def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule]) -> Lowered:
+    """Return the clusters and extern calls of a functional graph; `inputs` give the real dtypes and strides of its placeholders."""
+    return Lowering(inputs, rules).run(module.graph)
+
+
+CHECKS: dict[str, Callable[[Node], bool]] = {}  # rule name -> whether the rule can take this call; filled by rules.py
+operator_getitem = __import__("operator").getitem
+
+
+def operand_dtype(node: Node) -> torch.dtype | None:
+    """Return torch.result_type of a comparison's operands, None for other ops."""
+    row = POINTWISE.get(short(node.target))
+    if row is None or RULES[row.rule] is not RULES["compare"]:
+        return None
+    operands = [a.meta["val"] if isinstance(a, Node) else a for a in node.args[:2]]
+    return torch.result_type(*operands)
+
+
+def readers(node: Node) -> int:
+    """Return how many nodes compute with a value, looking through views."""
+    return sum(readers(u) if short(u.target) in VIEWS else 1 for u in node.users)
+
+
+def as_ref(value: Expr, buffers: dict[str, Buffer]) -> Ref | None:
+    """Return a value as a strided view of a buffer, if it is one."""
+    if not isinstance(value, Load) or value.index or value.mask is not None or value.layout.strides is None:
+        return None
+    buffer = buffers[value.buffer]
+    if value.layout == buffer.layout:
+        return Ref(buffer.name)
+    offset = value.layout.offset
+    if any(s < 0 for s in value.layout.strides) or offset < 0:  # type: ignore[operator]
+        return None
+    shape = value.layout.shape
+    # size-1 dimensions have stride 0 in a layout; torch's kernels expect what a contiguous tensor would have there
+    strides = list(value.layout.strides)
+    for d in reversed(range(len(shape))):
+        if shape[d] == 1:
+            strides[d] = strides[d + 1] * shape[d + 1] if d + 1 < len(shape) else 1
+    return Ref(buffer.name, shape, tuple(strides), offset)  # type: ignore[arg-type]
+
+
+def refs(tree: Any) -> list[Ref]:
+    if isinstance(tree, Ref):
+        return [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [r for item in items for r in refs(item)]
+
+
+def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether every element has its own place and none is left over."""
+    step = 1
+    for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != step:
+            return False
+        step *= n
+    return 0 not in shape
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of different elements of a strided tensor."""
+    return 0 if 0 in shape else product(n for n, s in zip(shape, strides, strict=True) if s != 0)  # type: ignore[return-value]
+
+
+def line_of(node: Node) -> str:
+    """Return the user's line that a node came from, as "file.py:12: code"."""
+    trace = node.meta.get("stack_trace") or ""
+    entries = [e for e in trace.split('File "') if e.strip()]
+    if not entries:
+        return ""
+    head, _, code = entries[-1].partition("\n")
+    name, _, rest = head.partition('", line ')
+    return f"{name.rsplit('/', 1)[-1]}:{rest.split(',')[0].strip()}: {code.strip().splitlines()[0] if code.strip() else ''}"
+
+
+def lines_of(node: Node) -> tuple[str, ...]:
+    return (f"{short(node.target)}  {line_of(node)}".rstrip(),)
+
+
+__all__ = ["Buffer", "Extern", "Lowered", "Lowering", "Ref", "base", "lower"]

@@ -1,0 +1,107 @@
+"""Plan: when each buffer is made, handed on and freed.
+
+In: fused steps. Out: a list of Alloc, Launch, Extern, Free and Return; every buffer is freed or returned exactly once.
+A result takes the memory of an operand that dies with it; other freed memory goes back to torch's caching allocator.
+
+    Alloc b0 | Launch row_softmax(arg0, b0) | Extern b1 = mm(b0, arg1) | Free b0 | Return b1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from .cluster import Cluster
+from .lower import Buffer, Extern, Lowered, refs
+from .render import Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Alloc:
+    """Make a buffer; `reuse` names a dead one of the same kind whose memory it takes over."""
+
+    buffer: Buffer
+    reuse: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    kernel: Kernel
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    values: tuple[Any, ...]
+
+
+Step: TypeAlias = Alloc | Launch | Extern | Free | Return
+
+
+def plan(lowered: Lowered, kernels: Sequence[Kernel | None]) -> tuple[Step, ...]:
+    """Return the program's steps; `kernels[i]` is step i's kernel, None for extern calls."""
+    buffers = lowered.buffers
+    returned = {ref.buffer for ref in refs(lowered.outputs)}
+    given = {name for name in lowered.inputs if name}
+    # what an extern call may have looked at instead of copied keeps its memory
+    pinned = {name for s in lowered.steps if isinstance(s, Extern) and s.pins for name in (*s.reads, *(o for o in s.outputs if o))}
+    last = _last_uses(lowered, kernels)
+    live: set[str] = set(given)
+    steps: list[Step] = []
+    for i, (step, kernel) in enumerate(zip(lowered.steps, kernels, strict=True)):
+        dying = {n for n in live if last.get(n, -1) <= i and n not in returned}
+        if isinstance(step, Extern):
+            steps.append(step)
+            live |= {n for n in step.outputs if n}
+            dying |= {n for n in step.outputs if n and n not in last and n not in returned}
+        else:
+            assert kernel is not None
+            mine = [n for n in kernel.arguments if n not in live]
+            over = {} if kernel.template == "reduction_looped" else _in_place(step, dying - given - pinned, mine, buffers)
+            for name in mine:
+                steps.append(Alloc(buffers[name], over.get(name, "")))
+            live |= set(mine)
+            steps.append(Launch(kernel, kernel.arguments))
+            dying |= {n for n in mine if n not in last and n not in returned}
+            dying -= set(over.values())
+            live -= set(over.values())
+        if dying:
+            steps.append(Free(tuple(sorted(dying, key=list(buffers).index))))
+            live -= dying
+    if unread := sorted(live - returned):
+        steps.append(Free(tuple(unread)))
+    steps.append(Return(lowered.outputs))
+    return tuple(steps)
+
+
+def _last_uses(lowered: Lowered, kernels: Sequence[Kernel | None]) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for i, (step, kernel) in enumerate(zip(lowered.steps, kernels, strict=True)):
+        for name in step.reads if isinstance(step, Extern) else kernel.arguments if kernel else ():
+            last[name] = i
+    return last
+
+
+def _in_place(cluster: Cluster, dying: set[str], made: list[str], buffers: dict[str, Buffer]) -> dict[str, str]:
+    """Return {result: operand whose memory it takes}: an operand that dies here and is read only where the result is written."""
+    found: dict[str, str] = {}
+    for store in cluster.stores:
+        if store.buffer not in made or store.index:
+            continue
+        for name in sorted(dying - set(found.values())):
+            loads = cluster.reads.get(name, ())
+            same = all(n.layout == store.layout and not n.index and n.mask is None for n in loads)
+            if loads and same and _alike(buffers[name], buffers[store.buffer]):
+                found[store.buffer] = name
+                break
+    return found
+
+
+def _alike(one: Buffer, two: Buffer) -> bool:
+    return (one.shape, one.strides, one.dtype, one.device) == (two.shape, two.strides, two.dtype, two.device)

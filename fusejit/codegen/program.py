@@ -1,0 +1,157 @@
+"""Program: the compiled artefact, as data and as a Python file that a person can read and run.
+
+In: planned steps. Out: `Program`: call it with a list of tensors (it takes the list over); `.source` is its Python text.
+
+    def call(args):
+        arg0, arg1, = args
+        b0 = empty_strided((4, 6), (6, 1), dtype=torch.float32, device=device("cpu"))
+        flat_add_1f0c9a2b(arg0, arg1, b0)
+        return (b0,)
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .fuse import Unfused
+from .lower import Buffer, Extern, Lowered, Ref
+from .plan import Alloc, Free, Launch, Return, Step
+from .render import Kernel, _template
+
+
+@dataclass
+class Program:
+    """Kernels, steps and what they cost. `call` exists once the source was loaded.
+
+    Attributes:
+        steps: Alloc, Launch, Extern, Free, Return, in order. buffers: by name. inputs: names of the arguments, None where unused.
+        unfused: pairs of clusters that share a buffer and stay apart, with reasons. compile_ms: milliseconds by stage.
+    """
+
+    steps: tuple[Step, ...]
+    buffers: dict[str, Buffer]
+    inputs: tuple[str | None, ...]
+    outputs: tuple[Any, ...]
+    unfused: tuple[Unfused, ...]
+    reasons: dict[str, str]
+    device: torch.device | None = None
+    kernels: tuple[Kernel, ...] = ()
+    compile_ms: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        return self.call(args)
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches of one call; extern calls not counted."""
+        return sum(isinstance(s, Launch) for s in self.steps)
+
+    @property
+    def externs(self) -> tuple[Extern, ...]:
+        return tuple(s for s in self.steps if isinstance(s, Extern))
+
+    @cached_property
+    def call(self) -> Callable[[list[Any]], Sequence[Any]]:
+        filename = f"<fusejit program {id(self):x}>"
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
+        namespace: dict[str, Any] = {"__name__": "fusejit.program"}
+        exec(compile(self.source, filename, "exec"), namespace)
+        return namespace["call"]
+
+    @cached_property
+    def source(self) -> str:
+        """The whole program as Python text."""
+        unique = list({k.name: k for k in self.kernels}.values())
+        shown = [
+            {
+                **{f: getattr(k, f) for f in ("name", "source", "params", "grid", "num_warps", "num_stages", "debug", "fp_fusion")},
+                "ops": k.ops, "constants": dict(k.constants), "aligned": (True,) * len(k.params),
+            }
+            for k in unique
+        ]  # fmt: skip
+        doc = f"{self.launches} launches, {len(self.externs)} extern calls. Written by fusejit; runs by itself."
+        lines = [line for step in self.steps for line in self._lines(step)]
+        names = [name or f"unused{i}" for i, name in enumerate(self.inputs)]
+        examples = [self._example(name) for name in self.inputs]
+        return _template("program").render(doc=doc, kernels=shown, inputs=names, lines=lines, examples=examples)
+
+    def _lines(self, step: Step) -> list[str]:
+        match step:
+            case Alloc(buffer, ""):
+                options = f"dtype={buffer.dtype}, device={self._device(buffer.device)}"
+                return [f"{buffer.name} = empty_strided({buffer.shape}, {buffer.strides}, {options})"]
+            case Alloc(buffer, reuse):
+                return [f"{buffer.name} = {reuse}  # in place", f"del {reuse}"]
+            case Launch(kernel, arguments):
+                return [f"{kernel.name}({', '.join(arguments)})"]
+            case Free(names):
+                return [f"del {', '.join(names)}"]
+            case Return(values):
+                return [f"return ({', '.join(map(self._text, values))}{',' if values else ''})"]
+        assert isinstance(step, Extern)
+        return self._extern(step)
+
+    def _extern(self, step: Extern) -> list[str]:
+        arguments = [self._text(a) for a in step.args] + [f"{k}={self._text(v)}" for k, v in step.kwargs]
+        outputs = [o or "_" for o in step.outputs]
+        left = f"{', '.join(outputs)}, " if step.several else outputs[0]
+        lines = [f"{left} = torch.ops.{step.target}({', '.join(arguments)})" + (f"  # {step.line}" if step.line else "")]
+        for name in (o for o in step.outputs if o):
+            buffer = self.buffers[name]
+            if buffer.strides and 0 not in buffer.shape:
+                lines.append(f"{name} = laid_out({name}, {buffer.shape}, {buffer.strides})")
+        return lines
+
+    def _device(self, device: torch.device) -> str:
+        shown = self.device if self.device is not None and device.type == "cpu" else device
+        return f"device({shown.type!r}{'' if shown.index is None else f', {shown.index}'})"
+
+    def _text(self, value: Any) -> str:
+        match value:
+            case Ref(buffer, None):
+                return buffer
+            case Ref():
+                return f"view_of({value.buffer}, {value.shape}, {value.strides}, {value.offset})"
+            case tuple() | list():
+                return "[" + ", ".join(map(self._text, value)) + "]"
+            case torch.device():
+                return self._device(value)
+            case float() if value != value or value in (float("inf"), -float("inf")):
+                return f'float("{value}")'
+        return str(value) if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)) else repr(value)
+
+    def _example(self, name: str | None) -> str:
+        if name is None:
+            return "None"
+        b = self.buffers[name]
+        base = f"empty_strided({b.shape}, {b.strides}, dtype={b.dtype}, device={self._device(b.device)})"
+        return f"{base}.normal_()" if b.dtype.is_floating_point and b.dtype.itemsize > 1 else f"{base}.fill_(1)"
+
+
+def verify(steps: Sequence[Step], lowered: Lowered) -> None:
+    """Check that every buffer is made before it is used, and freed or returned exactly once.
+
+    Raises:
+        AssertionError: names the buffer and the step.
+    """
+    alive = {n for n in lowered.inputs if n}
+    for step in steps:
+        match step:
+            case Alloc(buffer, reuse):
+                assert not reuse or reuse in alive, f"{buffer.name} reuses {reuse}, which is gone"
+                alive.discard(reuse)
+                alive.add(buffer.name)
+            case Launch(kernel, arguments):
+                assert set(arguments) <= alive, f"{kernel.name} uses {set(arguments) - alive}, not made yet or gone"
+            case Extern():
+                assert step.reads <= alive, f"{step.target} uses {step.reads - alive}, not made yet or gone"
+                alive |= {o for o in step.outputs if o}
+            case Free(names):
+                assert set(names) <= alive, f"{set(names) - alive} freed twice"
+                alive -= set(names)

@@ -1,0 +1,423 @@
+"""Render: a scheduled cluster becomes the text of one Triton kernel.
+
+In: a cluster and a schedule. Out: `Kernel`, whose source is a pure function of the two.
+
+    tmp0 = tl.load(in0 + (x), x < 1000)
+    tmp1 = fj.maximum(tmp0, 0)
+    tl.store(out0 + (x), tmp1, x < 1000)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..errors import Unsupported
+from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Random, Reduce, Store, children, postorder
+from .layout import Layout, permute
+from .lower import Buffer
+from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
+from .schedule import Schedule, _other_axis
+from .size import product
+
+INDEX_OPS = {"index_div", "index_mod"}
+COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One Triton kernel, its launch, and what it costs.
+
+    Attributes:
+        source: text of the function; params: Triton types of its pointers; constants: its tile sizes; grid, num_warps, debug: the launch.
+        arguments: buffer names in the order of `params`; ops: the ATen ops inside with the user's lines.
+        bytes_read, bytes_written: what one launch moves, each element of each operand once.
+        compiled: machine code and its costs, where the kernel was compiled for a target.
+    """
+
+    name: str
+    template: str
+    source: str
+    params: tuple[str, ...]
+    constants: tuple[tuple[str, int], ...]
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+    debug: bool
+    fp_fusion: bool
+    arguments: tuple[str, ...]
+    ops: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+    table: str
+    compiled: Any = None
+
+    ptx = property(lambda self: self.compiled.ptx)
+    cubin = property(lambda self: self.compiled.cubin)
+    n_regs = property(lambda self: self.compiled.n_regs)
+    n_spills = property(lambda self: self.compiled.n_spills)
+    shared = property(lambda self: self.compiled.shared)
+    wide_loads = property(lambda self: self.compiled.wide_loads)
+    wide_stores = property(lambda self: self.compiled.wide_stores)
+
+
+def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numerics: str = "fast") -> Kernel:
+    """Return the kernel of a cluster that `schedule` made ready."""
+    if tiles.template == "pointwise_2d":
+        cluster = _second_axis_last_but_one(cluster)
+    reads = tuple(cluster.reads)
+    # an input that is overwritten in place is one pointer, read and written
+    writes = tuple(dict.fromkeys(buffers[s.buffer].written_to or s.buffer for s in cluster.stores))
+    names = {b: f"in{i}" for i, b in enumerate(reads)} | {b: f"out{i}" for i, b in enumerate(w for w in writes)}
+    arguments = tuple(dict.fromkeys((*reads, *writes)))
+    writer = _Writer(cluster, tiles, buffers, names, numerics)
+    fields = writer.write()
+    params = ", ".join(names[a] for a in arguments)
+    body = _template(tiles.template).render(name="NAME", params=params, **fields)
+    name = f"{_kernel_name(cluster, tiles)}_{hashlib.sha256((body + repr(tiles)).encode()).hexdigest()[:8]}"
+    return Kernel(
+        name=name, template=tiles.template, source=body.replace("NAME", name, 1), params=tuple(STORAGE[buffers[a].dtype].pointer for a in arguments),
+        constants=tiles.blocks, grid=writer.grid(), num_warps=tiles.num_warps, num_stages=tiles.num_stages, debug=writer.asserts,
+        fp_fusion=numerics == "fast", arguments=arguments, ops=cluster.lines, bytes_read=bytes_read(cluster, buffers),
+        bytes_written=bytes_written(cluster, buffers), table=str(cluster),
+    )  # fmt: skip
+
+
+@cache
+def _template(name: str) -> Any:
+    import jinja2  # only when something is compiled
+
+    loader = jinja2.PackageLoader("fusejit", "templates")
+    return jinja2.Environment(loader=loader, keep_trailing_newline=True, undefined=jinja2.StrictUndefined, autoescape=False).get_template(f"{name}.py.jinja")
+
+
+def _kernel_name(cluster: Cluster, tiles: Schedule) -> str:
+    words = [n.op for n in cluster.order if isinstance(n, (Compute, Reduce)) and n.op not in ("cast", *INDEX_OPS, "checked_index")]
+    short = {"reduction_persistent": "row", "reduction_looped": "loop", "pointwise_2d": "tile", "pointwise": "flat"}[tiles.template]
+    return "_".join([short, *list(dict.fromkeys(words))[:6]]) if words else f"{short}_copy"
+
+
+def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
+    axis = _other_axis(cluster)
+    assert axis is not None
+    rank = len(cluster.axes)
+    new = [*(a for a in range(rank) if a not in (axis, rank - 1)), axis, rank - 1]
+    return cluster.map(permute(cluster.axes, new), [cluster.axes[a] for a in new], [])
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------------------------
+def bytes_read(cluster: Cluster, buffers: dict[str, Buffer]) -> int:
+    """Return the bytes that a launch has to read: every element that some load reaches, once."""
+    total = 0
+    for name, loads in cluster.reads.items():
+        size = buffers[name].bytes
+        reach = 0
+        for node in {(n.layout, n.index): n for n in loads}.values():
+            reach += _reach(node.layout, cluster.axes) if not node.index else size
+        total += min(size, reach * buffers[name].dtype.itemsize)
+    return total
+
+
+def bytes_written(cluster: Cluster, buffers: dict[str, Buffer]) -> int:
+    return sum(_reach(s.layout, cluster.axes) * s.dtype.itemsize for s in cluster.stores)
+
+
+def _reach(layout: Layout, axes: tuple[int, ...]) -> int:
+    return product(n for n, s in zip(axes, layout.strides or (), strict=True) if s != 0)  # type: ignore[return-value]
+
+
+# -- the text --------------------------------------------------------------------------------------------------------------------------
+class _Writer:
+    """Writes the statements of one kernel. `level` of a node: how many reductions lie below it, one above the other."""
+
+    def __init__(self, cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], names: dict[str, str], numerics: str) -> None:
+        self.cluster, self.tiles, self.buffers, self.pointers = cluster, tiles, buffers, names
+        self.exact = numerics == "eager"
+        self.split = len(cluster.parallel)
+        self.asserts = False
+        self.levels: dict[Expr, int] = {}
+        self.full: dict[Expr, bool] = {}
+        for node in cluster.order:
+            below = children(node)
+            self.levels[node] = max((self.levels[c] for c in below), default=0) + isinstance(node, Reduce)
+            self.full[node] = not isinstance(node, Reduce) and (any(self.full[c] for c in below) or self._runs(node))
+        self.groups = self._groups()
+        largest = max([product(cluster.axes), *(b.bytes for b in (buffers[n] for n in names) if True)])  # type: ignore[type-var]
+        self.wide = largest >= 2**31  # type: ignore[operator]
+
+    def _runs(self, node: Expr) -> bool:
+        """Whether a leaf varies along the reduce axes."""
+        return isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[self.split :])
+
+    def _groups(self) -> dict[str, list[int]]:
+        """Return the axes behind each index variable."""
+        rank = len(self.cluster.axes)
+        if self.tiles.template == "pointwise_2d":
+            return {"y": list(range(rank - 1)), "x": [rank - 1]}
+        return {"x": list(range(self.split)), "r": list(range(self.split, rank))} if self.cluster.reduce else {"x": list(range(rank))}
+
+    def grid(self) -> tuple[int, int, int]:
+        sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
+        count = lambda v: -(-sizes[v] // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # type: ignore[operator] # noqa: E731
+        y = count("y") if "y" in sizes else 1
+        if y > 65535:
+            raise Unsupported("a 2-D tile", f"{y} tiles along the second grid axis, 65535 at most")
+        return (count("x"), y, 1)
+
+    # -- index variables
+    def coordinates(self, variable: str) -> list[str]:
+        """Return the statements that split an index variable into its axes, and its mask."""
+        axes = self.groups[variable]
+        lines, inner = [], 1
+        for place in reversed(range(len(axes))):
+            n = self.cluster.axes[axes[place]]
+            if len(axes) > 1:
+                text = f"{variable} // {inner}" if inner > 1 else variable
+                lines.append(f"{variable}{place} = {text} % {n}" if place else f"{variable}{place} = {text}")
+            inner *= n
+        if self.masked(variable):
+            lines.append(f"{variable}mask = {variable} < {inner}")
+        return lines
+
+    def masked(self, variable: str) -> bool:
+        return product(self.cluster.axes[a] for a in self.groups[variable]) % self.tiles[f"{variable.upper()}BLOCK"] != 0  # type: ignore[operator]
+
+    def axis(self, number: int) -> str:
+        for variable, axes in self.groups.items():
+            if number in axes:
+                return variable if len(axes) == 1 else f"{variable}{axes.index(number)}"
+        raise KeyError(number)
+
+    def offset(self, layout: Layout) -> str:
+        terms = []
+        for number, stride in enumerate(layout.strides or ()):
+            if stride != 0:
+                name = self.axis(number)
+                terms.append(name if stride == 1 else f"{stride} * {name}")
+        if layout.offset != 0:
+            terms.append(str(layout.offset))
+        return " + ".join(terms) or "0"
+
+    def mask(self, layouts: list[Layout], extra: str = "", columns: bool | None = None) -> str:
+        """Return the mask of an access: the tile's borders along the variables that it uses, and its own."""
+        used = {v for v, axes in self.groups.items() if any((lay.strides or ())[a] for lay in layouts for a in axes)}
+        if columns is not None:
+            used = (used | {"x"} | ({"y"} if "y" in self.groups else set())) - {"r"} | ({"r"} if columns and "r" in self.groups else set())
+        parts = [f"{v}mask" for v in self.groups if v in used and self.masked(v)] + ([extra] if extra else [])
+        return " & ".join(parts)
+
+    # -- statements
+    def write(self) -> dict[str, Any]:
+        note = "; ".join(dict.fromkeys(line.split("  ")[0] for line in self.cluster.lines)) or "copy"
+        wide = ".to(tl.int64)" if self.wide else ""
+        fields: dict[str, Any] = {"note": note[:160], "wide": wide, "axes": [], "columns": []}
+        for variable in self.groups:
+            fields["columns" if variable == "r" else "axes"] += self.coordinates(variable)
+        if self.tiles.template == "reduction_looped":
+            return fields | {"passes": self.passes(), "extent": product(self.cluster.reduce), "rows": []}
+        tape = _Tape(self)
+        lines = [line for node in self.needed() for line in tape.statement(node)]
+        lines += [line for store in self.cluster.stores for line in tape.store(store)]
+        return fields | {"rows": [lines]}
+
+    def needed(self) -> list[Expr]:
+        return list(self.cluster.order)
+
+    def passes(self) -> list[dict[str, list[str]]]:
+        """Return one pass over the row per level: what it accumulates and stores needs only reductions of the passes before."""
+        top = max(self.levels.values(), default=0)
+        tape, result = _Tape(self), []
+        rows = [n for n in self.cluster.order if not self.full[n] and not isinstance(n, Reduce)]
+        for level in range(top + 1):
+            last = level == top
+            made = [n for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1]
+            stores = [s for s in self.cluster.stores if self._stored_at(s, top) == level]
+            head = [line for n in rows if self.levels[n] == level for line in tape.statement(n)]
+            wide = [s for s in stores if any((s.layout.strides or ())[self.split :]) or self.full.get(s.value, False)]
+            narrow = [line for s in stores if s not in wide for line in tape.store(s)]
+            inner = _Tape(self, tape)
+            roots = [a for n in made for a in n.args] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
+            body = [line for n in self._inside(roots) for line in inner.statement(n)]
+            start, finish = [], []
+            for node in made:
+                begin, step, end = inner.accumulate(node, tape)
+                start += begin
+                body += step
+                finish += end
+            body += [line for s in wide for line in inner.store(s)]
+            result.append({"rows": head + narrow, "start": start, "body": body if made or wide else [], "finish": finish})
+            if last:
+                break
+        return result
+
+    def _stored_at(self, store: Store, top: int) -> int:
+        # what is overwritten in place must have been read by every pass before
+        return top if self.buffers[store.buffer].written_to else self.levels[store.value]
+
+    def _inside(self, roots: list[Expr]) -> list[Expr]:
+        """Return the nodes that vary along the row, down to what was computed outside the loop."""
+        return [n for n in postorder(roots, lambda n: () if isinstance(n, Reduce) else children(n)) if self.full[n]]
+
+
+class _Tape:
+    """Names of the values computed so far; a tape inside a loop sees the names outside it."""
+
+    def __init__(self, writer: _Writer, outside: _Tape | None = None) -> None:
+        self.writer, self.names = writer, dict(outside.names) if outside else {}
+        self.counter = outside.counter if outside else [0]
+        self.narrow: set[Expr] = set(outside.narrow) if outside else set()
+
+    def fresh(self) -> str:
+        self.counter[0] += 1
+        return f"tmp{self.counter[0] - 1}"
+
+    def text(self, node: Expr, literal: bool = False, index: bool = False) -> str:
+        if isinstance(node, Const):
+            return _literal(node) if literal or index else f"tl.full((), {_literal(node)}, {STORAGE[node.dtype].compute})"
+        name = self.names[node]
+        return f"{name}.to(tl.int64)" if node in self.narrow and not index and node.dtype is torch.int64 else name
+
+    def statement(self, node: Expr) -> list[str]:
+        """Return the statements that compute a node, and give it a name."""
+        if isinstance(node, Const) or node in self.names:
+            return []
+        if isinstance(node, Iota):
+            return self._iota(node)
+        lines: list[str] = []
+        match node:
+            case Load():
+                value = self._load(node)
+            case Compute():
+                value = self._compute(node)
+            case Reduce():
+                value = self._reduce(node)
+            case Random():
+                value = f"fj.{node.kind}({self.text(node.seed)}, {self.text(node.offset)})"
+            case _:
+                raise TypeError(node)
+        name = self.names[node] = self.fresh()
+        lines.append(f"{name} = {value}")
+        if isinstance(node, Compute) and node.op == "checked_index":
+            self.writer.asserts = True
+            mask = self.writer.mask([], columns=self.writer.full[node]) or "True"
+            lines.append(f"fj.check_index({name}, {self.text(node.args[1])}, {mask})")
+        return lines
+
+    def _iota(self, node: Iota) -> list[str]:
+        offset = self.writer.offset(node.layout)
+        name = self.names[node] = self.fresh()
+        if not any(node.layout.strides or ()):
+            return [f"{name} = tl.full((), {offset}, {STORAGE[node.dtype].compute})"]
+        self.narrow.add(node)
+        return [f"{name} = {offset}"]
+
+    def _load(self, node: Load) -> str:
+        offset = self._place(node.layout, node.index)
+        extra = self.text(node.mask) if node.mask is not None else ""
+        leaves = [n.layout for e in (*(i for i, _ in node.index), *((node.mask,) if node.mask is not None else ())) for n in postorder([e]) if isinstance(n, (Load, Iota))]
+        mask = self.writer.mask([node.layout, *leaves], extra)
+        more = (f", {mask}" if mask else "") + (f", other={node.fill}" if node.mask is not None else "")
+        value = f"tl.load({self.writer.pointers[node.buffer]} + ({offset}){more})"
+        value = STORAGE[node.dtype].load.format(value)
+        return f"({value} != 0)" if node.dtype is torch.bool else value
+
+    def _place(self, layout: Layout, index: tuple[tuple[Expr, int], ...]) -> str:
+        offset = self.writer.offset(layout)
+        terms = [f"{stride} * {self.text(e, index=True)}" if stride != 1 else self.text(e, index=True) for e, stride in index]
+        return " + ".join([offset, *terms])
+
+    def _compute(self, node: Compute) -> str:
+        if node.op == "cast":
+            value = cast_spelling(node.args[0].dtype, node.dtype, implicit=not self.writer.exact).format(self.text(node.args[0]))
+            return value
+        row = OPS[node.op]
+        small = node.op in INDEX_OPS | COMPARISONS and all(self._is_index(a) for a in node.args)
+        if small:
+            if node.op in INDEX_OPS:
+                self.narrow.add(node)
+            return row.text(*(self.text(a, literal=True, index=True) for a in node.args))
+        plain = row.literals and not all(isinstance(a, Const) for a in node.args)
+        text = row.text(*(self.text(a, literal=plain and a.dtype is not torch.float64) for a in node.args), exact=self.writer.exact)
+        rounds = STORAGE[node.dtype].round if self.writer.exact and node.dtype in STORAGE else ""
+        return rounds.format(text) if rounds else text
+
+    def _is_index(self, node: Expr) -> bool:
+        return node in self.narrow or (isinstance(node, Const) and node.dtype is torch.int64 and abs(node.value) < 2**31)
+
+    # -- reductions
+    def _reduce(self, node: Reduce) -> str:
+        """Reduce a whole row that is in registers."""
+        masked = self.writer.masked("r")
+        args = [self._tile(a) for a in node.args]
+        if masked:
+            args = [f"tl.where(rmask, {a}, {i})" for a, i in zip(args, _identities(node), strict=True)]
+        return self._finish(node, args)
+
+    def _finish(self, node: Reduce, args: list[str]) -> str:
+        value = f"fj.{node.op}({', '.join(args)}, 1)[:, None]"
+        return f"{value}.to(tl.int64)" if len(args) == 2 else value
+
+    def _tile(self, node: Expr) -> str:
+        """Return a value as a whole tile, even if it is the same for all columns."""
+        if self.writer.full[node] and isinstance(node, (Load, Compute)) and len(self.writer.groups) and not self._thin(node):
+            return self.text(node)
+        return f"tl.broadcast_to({self.text(node)}, [XBLOCK, RBLOCK])"
+
+    def _thin(self, node: Expr) -> bool:
+        """Whether a value may lack the rows: every leaf below it runs along the columns only."""
+        leaves = [n for n in postorder([node]) if isinstance(n, (Load, Iota, Reduce))]
+        return not any(isinstance(n, Reduce) or n.index or any((n.layout.strides or ())[: self.writer.split]) for n in leaves if not isinstance(n, Iota)) or all(isinstance(n, Iota) for n in leaves)
+
+    def accumulate(self, node: Reduce, outside: _Tape) -> tuple[list[str], list[str], list[str]]:
+        """Return the statements before, inside and after the loop that reduces a row."""
+        names = [self.fresh() for _ in node.args]
+        types = [STORAGE[a.dtype].compute for a in node.args]
+        start = [f"{n} = tl.full([XBLOCK, RBLOCK], {i}, {t})" for n, i, t in zip(names, _identities(node), types, strict=True)]
+        values = [self._tile(a) for a in node.args]
+        together = f"fj.{node.op}_combine({', '.join((*names, *values))})"
+        if not self.writer.masked("r"):
+            body = [f"{', '.join(names)} = {together}"]
+        else:
+            new = [f"new{n}" for n in names]
+            body = [f"{', '.join(new)} = {together}", *(f"{n} = tl.where(rmask, {m}, {n})" for n, m in zip(names, new, strict=True))]
+        name = outside.names[node] = self.names[node] = self.fresh()
+        return start, body, [f"{name} = {self._finish(node, names)}"]
+
+    def store(self, store: Store) -> list[str]:
+        writer = self.writer
+        offset = self._place(store.layout, store.index)
+        strides = store.layout.strides or ()
+        columns = any(strides[writer.split :])
+        for variable, axes in writer.groups.items():  # a group of one element still gives the pointers their tile shape
+            if not any(strides[a] for a in axes) and (variable != "r"):
+                offset += f" + {variable}"
+        target = writer.buffers[store.buffer].written_to or store.buffer
+        value = STORAGE[store.dtype].store.format(self.text(store.value))
+        mask = writer.mask([store.layout], columns=columns)
+        return [f"tl.store({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ''})"]
+
+
+def _identities(node: Reduce) -> list[str]:
+    row = OPS[node.op]
+    assert row.identity is not None
+    first = row.identity(node.args[0].dtype)
+    text = _number(first)
+    return [text] if len(node.args) == 1 else [text, str(INDEX_IDENTITY)]
+
+
+def _literal(node: Const) -> str:
+    return _number(node.value)
+
+
+def _number(value: bool | int | float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)
+
+
+__all__ = ["Kernel", "render", "replace"]

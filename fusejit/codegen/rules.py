@@ -1,0 +1,468 @@
+"""The table of lowering rules: reductions, generators, indexing and pieces, each as expressions over layouts.
+
+In: a node whose op is no plain pointwise row and no view. Out: its value; a reduction makes a buffer, everything else none.
+
+    sum.dim_IntList(x (4,6), [1])   ->  cluster  parallel 4 | reduce 6  store b0 = sum(load x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .cluster import Cluster, Expr, Iota, Load, Store, cast, compute, const, iota, load, random, reduction, rewrite, view
+from .decompose import short
+from .formulas import HALF
+from .layout import Affine, Layout, contiguous, permute, slice_, strided
+from .lower import CHECKS, Extern, Lowering, Ref, Rule, lines_of
+from .ops import DTYPES, OPS
+from .size import product
+
+INDEX = torch.int64
+MAX_PIECES = 16  # a cat of more pieces is a chain of selects too long to be worth a kernel
+
+
+# -- reductions ------------------------------------------------------------------------------------------------------------------------
+def reduce_to_buffer(low: Lowering, node: Node, x: Expr, dims: Sequence[int], op: str, dtype: torch.dtype, place: bool = False) -> Expr:
+    """Reduce `dims` of x (shaped as the node's first operand) and return the result with those dims kept as size 1.
+
+    `place` gives arg-reductions the row-major position within the reduced dims.
+    """
+    shape = tuple(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    kept = [d for d in range(len(shape)) if d not in dims]
+    after = tuple(1 if d in dims else n for d, n in enumerate(shape))
+    (x,) = view([x], permute(shape, [*kept, *dims]))
+    outer, inner = tuple(shape[d] for d in kept), tuple(shape[d] for d in dims)
+    args = (x, iota(strided((*outer, *inner), [0] * len(outer) + list(contiguous(inner).strides or ())), INDEX)) if place else (x,)
+    device = node.args[0].meta["val"].device  # type: ignore[union-attr]
+    buffer = low.buffer(after, None, dtype, device)
+    low.reasons[buffer.name] = "a reduction"
+    rows = strided((*outer, *inner), [*(contiguous(outer).strides or ()), *([0] * len(inner))])
+    if product(outer):
+        if not product(inner):
+            row = OPS[op].identity
+            assert row is not None
+            value, inner = const(row(x.dtype), dtype), ()
+            rows = contiguous(outer)
+        else:
+            value = reduction(op, *args, dtype=dtype)
+        low.steps.append(Cluster.build(outer, inner, [Store(buffer.name, rows, value, dtype)], lines_of(node)))
+    return low.whole(buffer)
+
+
+def _dims(rank: int, dims: Any) -> list[int]:
+    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
+        return list(range(rank))
+    return sorted({d % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims)} if rank else set())
+
+
+def _drop(value: Expr, rank: int, dims: Sequence[int], shape: Sequence[int], keepdim: bool) -> Expr:
+    if keepdim or not dims:
+        return value
+    after = tuple(1 if d in dims else n for d, n in enumerate(shape))
+    for d in sorted(dims, reverse=True):
+        (value,) = view([value], Affine((*after[:d], *after[d + 1 :]), tuple((0, ()) if i == d else (0, ((i - (i > d), 1),)) for i in range(len(after)))))
+        after = (*after[:d], *after[d + 1 :])
+    return value
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALF else dtype
+
+
+def _reduce(op: str) -> Rule:
+    def rule(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False, **_: Any) -> Expr:
+        out, source = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+        chosen = _dims(source.dim(), dims)
+        x = low.values[node.args[0]]  # type: ignore[index]
+        inner = torch.bool if op in ("any", "all") else accumulator(out.dtype)
+        x = compute("ne", x, const(0, x.dtype), dtype=torch.bool) if inner is torch.bool and x.dtype is not torch.bool else cast(x, inner)
+        if product(source.shape[d] for d in chosen) != 1:
+            x = reduce_to_buffer(low, node, x, chosen, op, inner)
+        return cast(_drop(x, source.dim(), chosen, source.shape, keepdim), out.dtype)
+
+    return _with_arguments(rule, ("dims", "keepdim"))
+
+
+def _with_arguments(rule: Callable[..., Any], names: tuple[str, ...]) -> Rule:
+    """Let a rule take the call's arguments after the first by name."""
+
+    def called(low: Lowering, node: Node) -> Any:
+        given = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
+        for long, word in (("dim", "dims"),):
+            if long in given and word in names:
+                given[word] = given.pop(long)
+        return rule(low, node, **given)
+
+    return called
+
+
+def _mean(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False, **_: Any) -> Expr:
+    out, source = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+    chosen, inner = _dims(source.dim(), dims), accumulator(out.dtype)
+    total = reduce_to_buffer(low, node, cast(low.values[node.args[0]], inner), chosen, "sum", inner)  # type: ignore[index]
+    count = product(source.shape[d] for d in chosen)
+    mean = compute("div", total, const(float(count), inner), dtype=inner)  # type: ignore[arg-type]
+    return cast(_drop(mean, source.dim(), chosen, source.shape, keepdim), out.dtype)
+
+
+def _var_mean(low: Lowering, node: Node, dims: Any, correction: Any, keepdim: bool, dtype: torch.dtype) -> tuple[Expr, Expr]:
+    """Two passes: the mean, then the mean square of what is left; exact where one pass would cancel."""
+    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    chosen, inner = _dims(source.dim(), dims), accumulator(dtype)
+    shape = tuple(source.shape)
+    x = cast(low.values[node.args[0]], inner)  # type: ignore[index]
+    count = product(shape[d] for d in chosen)
+    total = reduce_to_buffer(low, node, x, chosen, "sum", inner)
+    mean = compute("div", total, const(float(count), inner), dtype=inner)  # type: ignore[arg-type]
+    kept = tuple(1 if d in chosen else n for d, n in enumerate(shape))
+    (wide,) = view([mean], Affine(shape, tuple((0, ()) if kept[d] == 1 else (0, ((d, 1),)) for d in range(len(shape)))))
+    rest = compute("sub", x, wide, dtype=inner)
+    squares = reduce_to_buffer(low, node, compute("mul", rest, rest, dtype=inner), chosen, "sum", inner)
+    freedom = max(0.0, count - float(1 if correction is None else correction))  # type: ignore[operator]
+    var = compute("div", squares, const(freedom, inner), dtype=inner)
+    drop = lambda v: cast(_drop(v, source.dim(), chosen, shape, keepdim), dtype)  # noqa: E731
+    return drop(var), drop(mean)
+
+
+def _var(low: Lowering, node: Node, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Expr:
+    return _var_mean(low, node, dims, correction, keepdim, node.meta["val"].dtype)[0]
+
+
+def _var_and_mean(low: Lowering, node: Node, dims: Any = None, correction: Any = None, keepdim: bool = False) -> tuple[Expr, Expr]:
+    return _var_mean(low, node, dims, correction, keepdim, node.meta["val"][0].dtype)
+
+
+def _arg(op: str) -> Rule:
+    def rule(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False) -> Expr:
+        source = node.args[0].meta["val"]  # type: ignore[union-attr]
+        chosen = _dims(source.dim(), dims)
+        x = cast(low.values[node.args[0]], accumulator(source.dtype))  # type: ignore[index]
+        value = reduce_to_buffer(low, node, x, chosen, op, INDEX, place=True)
+        return _drop(value, source.dim(), chosen, source.shape, keepdim)
+
+    return _with_arguments(rule, ("dims", "keepdim"))
+
+
+def _extremum(op: str, arg: str) -> Rule:
+    def rule(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False) -> Any:
+        source = node.args[0].meta["val"]  # type: ignore[union-attr]
+        chosen = _dims(source.dim(), dims)
+        x = cast(low.values[node.args[0]], accumulator(source.dtype))  # type: ignore[index]
+        value = cast(reduce_to_buffer(low, node, x, chosen, op, x.dtype), source.dtype)
+        if dims is None:
+            return _drop(value, source.dim(), chosen, source.shape, False)
+        place = reduce_to_buffer(low, node, x, chosen, arg, INDEX, place=True)
+        return tuple(_drop(v, source.dim(), chosen, source.shape, keepdim) for v in (value, place))
+
+    return _with_arguments(rule, ("dims", "keepdim"))
+
+
+# -- generators ------------------------------------------------------------------------------------------------------------------------
+def _full(value: Callable[[Node], Any]) -> Rule:
+    return lambda low, node: const(value(node), node.meta["val"].dtype)
+
+
+def _arange(low: Lowering, node: Node) -> Expr:
+    start, end, *step = node.args if len(node.args) > 1 else (0, node.args[0])
+    scale, out = step[0] if step else 1, node.meta["val"]
+    inner = out.dtype if out.dtype.is_floating_point and out.dtype is not torch.float16 and out.dtype is not torch.bfloat16 else (torch.float64 if out.dtype.is_floating_point else INDEX)
+    place = cast(iota(contiguous(tuple(out.shape)), INDEX), inner)
+    scaled = compute("mul", place, const(scale, inner), dtype=inner) if scale != 1 else place  # type: ignore[arg-type]
+    return cast(compute("add", scaled, const(start, inner), dtype=inner) if start != 0 else scaled, out.dtype)  # type: ignore[arg-type]
+
+
+def _prims_iota(low: Lowering, node: Node) -> Expr:
+    start, step, out = node.kwargs["start"], node.kwargs["step"], node.meta["val"]
+    place = compute("mul", iota(contiguous(tuple(out.shape)), INDEX), const(step, INDEX), dtype=INDEX)  # type: ignore[arg-type]
+    return cast(compute("add", place, const(start, INDEX), dtype=INDEX), out.dtype)  # type: ignore[arg-type]
+
+
+def _random(kind: str) -> Rule:
+    def rule(low: Lowering, node: Node) -> Expr:
+        """One seed a call, drawn from torch's generator, so that torch.manual_seed decides; the element's place is the counter."""
+        out = node.meta["val"]
+        seeds = low.taken(torch.empty((1,), dtype=INDEX, device="meta").to("meta") if out.device.type == "meta" else out.new_empty((1,), dtype=INDEX))
+        options = (("dtype", INDEX), ("device", out.device))
+        low.steps.append(Extern("aten.randint.default", (2**31 - 1, [1]), options, (seeds.name,), False, ""))
+        seed = load(seeds.name, strided(tuple(out.shape), [0] * out.dim()), INDEX)
+        value = random(kind, seed, iota(contiguous(tuple(out.shape)), INDEX), torch.float32)
+        return cast(value, out.dtype)
+
+    return rule
+
+
+# -- indexing --------------------------------------------------------------------------------------------------------------------------
+def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[int, int], shape: tuple[int, ...]) -> Expr:
+    """Return source[...] over `shape`: dimension d is at data-dependent `places[d]`, or runs along the result's axis kept[d]."""
+    old = tuple(source.meta["val"].shape)
+    checked = {d: compute("checked_index", cast(e, INDEX), const(old[d], INDEX), dtype=INDEX) for d, e in places.items()}
+    change = Affine(shape, tuple((0, ((kept[d], 1),)) if d in kept else (0, ()) for d in range(len(old))))
+    value = low.values[source]
+    if not isinstance(value, Load):
+        value = low.store(value, source.meta["val"], source, "indexed by data")
+    layout: Layout = value.layout
+    if any(len(layout.dims[d]) > 1 for d in places):
+        value = low.store(value, source.meta["val"], source, "indexed by data along a dimension of several strides")
+        layout = value.layout
+    (moved,) = view([value], change)
+    assert isinstance(moved, Load)
+    index = (*moved.index, *((e, layout.dims[d][0].stride) for d, e in checked.items()))
+    return load(moved.buffer, moved.layout, moved.dtype, index, moved.mask, moved.fill)
+
+
+def _index(low: Lowering, node: Node) -> Expr:
+    source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    shape, rank = tuple(node.meta["val"].shape), source.meta["val"].dim()  # type: ignore[union-attr]
+    used = [d for d, i in enumerate(indices) if i is not None]
+    block = torch.broadcast_shapes(*(indices[d].meta["val"].shape for d in used))
+    together = used == list(range(used[0], used[-1] + 1))
+    first = used[0] if together else 0
+    kept: dict[int, int] = {}
+    axis = 0
+    for d in range(rank):
+        if d in used:
+            axis = max(axis, first + len(block)) if together and d == used[0] else axis
+            continue
+        if not together and not kept:
+            axis = len(block)
+        kept[d] = axis
+        axis += 1
+    change = Affine(shape, tuple((0, ((first + a, 1),)) for a in range(len(block))))
+    places = {}
+    for d in used:
+        (places[d],) = view([low.expr(indices[d], block)], change)
+    return _gathered(low, source, places, kept, shape)  # type: ignore[arg-type]
+
+
+def _gather(low: Lowering, node: Node) -> Expr:
+    source, dim, index = node.args[:3]
+    rank = source.meta["val"].dim()  # type: ignore[union-attr]
+    if not rank:
+        return low.values[source]  # type: ignore[index]
+    dim = dim % rank  # type: ignore[operator]
+    kept = {d: d for d in range(rank) if d != dim}
+    return _gathered(low, source, {dim: low.values[index]}, kept, tuple(node.meta["val"].shape))  # type: ignore[arg-type, index]
+
+
+def _index_select(low: Lowering, node: Node) -> Expr:
+    source, dim, index = node.args[:3]
+    shape, rank = tuple(node.meta["val"].shape), source.meta["val"].dim()  # type: ignore[union-attr]
+    dim = dim % rank  # type: ignore[operator]
+    (place,) = view([low.expr(index, (shape[dim],))], Affine(shape, ((0, ((dim, 1),)),)))  # type: ignore[arg-type]
+    return _gathered(low, source, {dim: place}, {d: d for d in range(rank) if d != dim}, shape)  # type: ignore[arg-type]
+
+
+def _embedding(low: Lowering, node: Node) -> Expr:
+    table, index = node.args[:2]
+    shape = tuple(node.meta["val"].shape)
+    (place,) = view([low.values[index]], Affine(shape, tuple((0, ((d, 1),)) for d in range(len(shape) - 1))))  # type: ignore[index]
+    return _gathered(low, table, {0: place}, {1: len(shape) - 1}, shape)  # type: ignore[arg-type]
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------------------------
+def place(shape: Sequence[int], dim: int) -> Expr:
+    """Return the coordinate along `dim`."""
+    return iota(strided(shape, [int(d == dim) for d in range(len(shape))]), INDEX)
+
+
+def masked(value: Expr, mask: Expr) -> Expr:
+    """Return `value` reading memory only where `mask` holds."""
+
+    def visit(leaf: Expr) -> Expr:
+        if not isinstance(leaf, Load):
+            return leaf
+        both = mask if leaf.mask is None else compute("logical_and", leaf.mask, mask, dtype=torch.bool)
+        return load(leaf.buffer, leaf.layout, leaf.dtype, leaf.index, both, leaf.fill)
+
+    return rewrite([value], visit)[0]
+
+
+def within(shape: Sequence[int], dim: int, start: int, end: int) -> Expr | None:
+    """Return the test start <= coordinate < end, without the sides that always hold."""
+    tests = []
+    if start > 0:
+        tests.append(compute("ge", place(shape, dim), const(start, INDEX), dtype=torch.bool))
+    if end < shape[dim]:
+        tests.append(compute("lt", place(shape, dim), const(end, INDEX), dtype=torch.bool))
+    return compute("logical_and", *tests, dtype=torch.bool) if len(tests) == 2 else tests[0] if tests else None
+
+
+def shifted(value: Expr, own: Sequence[int], shape: Sequence[int], dim: int, start: int) -> tuple[Expr, Expr | None]:
+    """Return `value` moved to `start` along `dim` of `shape`, and where it stands there."""
+    (moved,) = view([value], slice_(own, dim, -start, 1, shape[dim]))
+    test = within(shape, dim, start, start + own[dim])
+    return (masked(moved, test) if test is not None else moved), test
+
+
+def _cat(low: Lowering, node: Node) -> Expr:
+    out, dim = node.meta["val"], (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))
+    shape, result, start = tuple(out.shape), None, 0
+    pieces = [n for n in node.args[0] if tuple(n.meta["val"].shape) != (0,)]  # type: ignore[union-attr]
+    dim = dim % max(len(shape), 1)  # type: ignore[operator]
+    starts = []
+    for piece in pieces:
+        starts.append(start)
+        start += piece.meta["val"].shape[dim]
+    for piece, begin in reversed(list(zip(pieces, starts, strict=True))):
+        own = tuple(piece.meta["val"].shape)
+        if not own[dim]:
+            continue
+        value, _ = shifted(cast(low.values[piece], out.dtype), own, shape, dim, begin)
+        before = compute("lt", place(shape, dim), const(begin + own[dim], INDEX), dtype=torch.bool)
+        result = value if result is None else compute("where", before, value, result, dtype=out.dtype)
+    return result if result is not None else const(0, out.dtype)
+
+
+def _pad(low: Lowering, node: Node) -> Expr:
+    source, pads = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    fill = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
+    dtype, value = node.meta["val"].dtype, low.values[source]  # type: ignore[index]
+    own, tests = list(source.meta["val"].shape), []  # type: ignore[union-attr]
+    final = tuple(node.meta["val"].shape)
+    for k in range(len(pads) // 2):
+        dim, before = len(own) - 1 - k, pads[2 * k]
+        (value,) = view([value], slice_(own, dim, -before, 1, final[dim]))
+        test = within(final, dim, before, before + own[dim])
+        own[dim] = final[dim]
+        tests += [test] if test is not None else []
+    if not tests:
+        return value
+    inside = tests[0]
+    for test in tests[1:]:
+        inside = compute("logical_and", inside, test, dtype=torch.bool)
+    return compute("where", inside, masked(value, inside), const(fill, dtype), dtype=dtype)  # type: ignore[arg-type]
+
+
+def _roll(low: Lowering, node: Node) -> Expr:
+    out, value = node.meta["val"], low.values[node.args[0]]  # type: ignore[index]
+    shape = tuple(out.shape)
+    for shift, dim in zip(node.args[1], node.args[2], strict=True):  # type: ignore[arg-type]
+        dim, n = dim % len(shape), shape[dim % len(shape)]
+        shift %= n
+        if not shift:
+            continue
+        (low_part,) = view([value], slice_(shape, dim, n - shift, 1, n))  # reads from n - shift on, for coordinates below shift
+        (high_part,) = view([value], slice_(shape, dim, -shift, 1, n))
+        wrapped = compute("lt", place(shape, dim), const(shift, INDEX), dtype=torch.bool)
+        rest = compute("ge", place(shape, dim), const(shift, INDEX), dtype=torch.bool)
+        value = compute("where", wrapped, masked(low_part, wrapped), masked(high_part, rest), dtype=out.dtype)
+    return value
+
+
+def _slice_scatter(low: Lowering, node: Node) -> Expr:
+    names = ("dim", "start", "end", "step")
+    given = dict(zip(names, node.args[2:], strict=False)) | dict(node.kwargs)
+    target, source = node.args[0], node.args[1]
+    shape, own = tuple(node.meta["val"].shape), tuple(source.meta["val"].shape)  # type: ignore[union-attr]
+    dim = given.get("dim", 0) % len(shape)  # type: ignore[operator]
+    start = slice(given.get("start"), given.get("end")).indices(shape[dim])[0]
+    return _put(low, node, target, low.values[source], own, dim, start)  # type: ignore[index]
+
+
+def _select_scatter(low: Lowering, node: Node) -> Expr:
+    target, source, dim, index = node.args
+    shape = tuple(node.meta["val"].shape)
+    dim, index = dim % len(shape), index % shape[dim % len(shape)]  # type: ignore[operator]
+    own = (*shape[:dim], 1, *shape[dim + 1 :])
+    (value,) = view([low.values[source]], Affine(own, tuple((0, ((d + (d >= dim), 1),)) for d in range(len(shape) - 1))))  # type: ignore[index]
+    return _put(low, node, target, value, own, dim, index)
+
+
+def _put(low: Lowering, node: Node, target: Any, value: Expr, own: Sequence[int], dim: int, start: int) -> Expr:
+    """Return `target` with `value` in its place from `start` on along `dim`."""
+    dtype, shape = node.meta["val"].dtype, tuple(node.meta["val"].shape)
+    if not own[dim]:
+        return low.values[target]
+    moved, test = shifted(cast(value, dtype), own, shape, dim, start)
+    return moved if test is None else compute("where", test, moved, low.values[target], dtype=dtype)
+
+
+# -- in-place results ------------------------------------------------------------------------------------------------------------------
+def _copy_(low: Lowering, node: Node) -> Expr:
+    """Write back what the graph changed: a store into the input's own memory, after its last reader."""
+    target, source = node.args[:2]
+    buffer = low.buffers[target.name]  # type: ignore[union-attr]
+    value = cast(low.expr(source, target.meta["val"].shape), buffer.dtype)  # type: ignore[arg-type, union-attr]
+    made = low.buffer(buffer.shape, buffer.strides, buffer.dtype, buffer.device, written_to=buffer.name)
+    low.reasons[made.name] = "an in-place change of an input"
+    if product(buffer.shape):
+        low.steps.append(Cluster.build(buffer.shape, (), [Store(made.name, made.layout, value, buffer.dtype)], lines_of(node)))
+    low.owned.add(node)
+    return low.whole(made)
+
+
+def _split(low: Lowering, node: Node) -> Any:
+    source, sizes = node.args[0], node.args[1]
+    shape = tuple(source.meta["val"].shape)  # type: ignore[union-attr]
+    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[operator]
+    if isinstance(sizes, int):
+        sizes = [v.shape[dim] for v in node.meta["val"]]
+    pieces, start = [], 0
+    for n in sizes:  # type: ignore[union-attr]
+        pieces.append(view([low.values[source]], slice_(shape, dim, start, 1, n))[0])  # type: ignore[index, arg-type]
+        start += n  # type: ignore[operator, assignment]
+    return tuple(pieces)
+
+
+def _tensors_small(node: Node) -> bool:
+    return len(node.args[0]) <= MAX_PIECES  # type: ignore[arg-type]
+
+
+def _is_reducible(op: str) -> Callable[[Node], bool]:
+    def check(node: Node) -> bool:
+        out, source = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+        out = out[0] if isinstance(out, (tuple, list)) else out
+        if not source.numel():  # of nothing: torch knows which reductions are an error
+            return op in ("sum", "prod", "any", "all") and product(out.shape) == 0
+        return op in ("any", "all") or (accumulator(out.dtype) if op not in ("argmax", "argmin") else accumulator(source.dtype)) in DTYPES[OPS[op].dtypes]
+
+    return check
+
+
+RULES: dict[str, Rule] = {
+    "mean.default": _with_arguments(_mean, ("dims", "keepdim")), "mean.dim": _with_arguments(_mean, ("dims", "keepdim")),
+    "var.correction": _with_arguments(_var, ("dims",)), "var_mean.correction": _with_arguments(_var_and_mean, ("dims",)),
+    "argmax.default": _arg("argmax"), "argmin.default": _arg("argmin"),
+    "max.dim": _extremum("amax", "argmax"), "min.dim": _extremum("amin", "argmin"),
+    "max.default": _extremum("amax", "argmax"), "min.default": _extremum("amin", "argmin"),
+    "full.default": _full(lambda n: n.args[1]), "full_like.default": _full(lambda n: n.args[1]), "scalar_tensor.default": _full(lambda n: n.args[0]),
+    "zeros.default": _full(lambda n: 0), "ones.default": _full(lambda n: 1), "zeros_like.default": _full(lambda n: 0),
+    "ones_like.default": _full(lambda n: 1), "empty.memory_format": _full(lambda n: 0), "empty_strided.default": _full(lambda n: 0),
+    "new_zeros.default": _full(lambda n: 0), "new_ones.default": _full(lambda n: 1), "new_full.default": _full(lambda n: n.args[2]),
+    "arange.start_step": _arange, "arange.start": _arange, "arange.default": _arange, "prims.iota.default": _prims_iota,
+    "rand.default": _random("rand"), "randn.default": _random("randn"), "rand_like.default": _random("rand"), "randn_like.default": _random("randn"),
+    "index.Tensor": _index, "_unsafe_index.Tensor": _index, "gather.default": _gather, "index_select.default": _index_select,
+    "embedding.default": _embedding, "cat.default": _cat, "constant_pad_nd.default": _pad, "roll.default": _roll,
+    "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "copy_.default": _copy_,
+    "split_with_sizes.default": _split, "split.Tensor": _split,
+}  # fmt: skip
+for _op, _overloads in {"sum": "default dim_IntList", "prod": "default dim_int", "any": "default dim dims", "all": "default dim dims"}.items():
+    for _name in _overloads.split():
+        RULES[f"{_op}.{_name}"] = _reduce(_op)
+for _op in ("amax", "amin"):
+    RULES[f"{_op}.default"] = _reduce(_op)
+CHECKS |= {
+    name: _is_reducible({"mean": "sum", "var": "sum", "var_mean": "sum", "max": "amax", "min": "amin"}.get(name.split(".")[0], name.split(".")[0]))
+    for name in RULES
+    if name.split(".")[0] in ("mean", "var", "var_mean", "max", "min", "sum", "prod", "any", "all", "amax", "amin", "argmax", "argmin")
+}
+CHECKS |= {
+    "cat.default": _tensors_small,
+    "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,  # type: ignore[arg-type]
+    "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,
+    "gather.default": lambda n: n.meta["val"].numel() > 0,
+    "index_select.default": lambda n: n.args[0].meta["val"].dim() > 0 and n.meta["val"].numel() > 0,  # type: ignore[union-attr]
+    "index.Tensor": lambda n: n.meta["val"].numel() > 0 and all(i is None or i.meta["val"].dtype in (torch.int64, torch.int32) for i in n.args[1]),  # type: ignore[union-attr]
+    "_unsafe_index.Tensor": lambda n: CHECKS["index.Tensor"](n),
+    "embedding.default": lambda n: n.meta["val"].numel() > 0 and not any(n.args[3:]),
+    "copy_.default": lambda n: n.args[0].op == "placeholder",  # type: ignore[union-attr]
+    "arange.start_step": lambda n: all(isinstance(a, int) or n.meta["val"].dtype.is_floating_point for a in n.args),
+    "constant_pad_nd.default": lambda n: n.meta["val"].numel() > 0 and min(n.args[1], default=0) >= -(2**31),  # type: ignore[type-var]
+}  # fmt: skip
+CHECKS |= {k: lambda n: n.meta["val"].dtype.is_floating_point for k in ("rand.default", "randn.default", "rand_like.default", "randn_like.default")}
+
+__all__ = ["RULES", "Iota", "Ref", "short"]

@@ -1,0 +1,183 @@
+"""Schedule: how a cluster is tiled. A pure choice: any schedule of a cluster is correct.
+
+In: a cluster. Out: the cluster with its axes in the order that memory likes, and a `Schedule`; no measurement, no GPU.
+
+    Schedule(template='reduction_persistent', blocks=(('XBLOCK', 1), ('RBLOCK', 1024)), num_warps=4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .cluster import Cluster, Load
+from .layout import permute
+from .realize import footprint
+from .size import product
+
+MAX_ROW = 32768  # a longer row spills: it is looped over
+FILL = 264  # programs that fill an H100 twice
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Template, tile sizes in the template's order, warps. Sizes and strides are literals in the kernel, so divisibility is too."""
+
+    template: str
+    blocks: tuple[tuple[str, int], ...]
+    num_warps: int
+    num_stages: int = 1
+
+    def __getitem__(self, name: str) -> int:
+        return dict(self.blocks)[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A row of TEMPLATES: the file that owns the control flow, when it applies, and its tiles."""
+
+    name: str
+    applies: Callable[[Cluster], bool]
+    tile: Callable[[Cluster], Schedule]
+
+
+def schedule(cluster: Cluster) -> tuple[Cluster, Schedule]:
+    """Return the cluster ready to render, and the first template that applies with its tiles."""
+    ordered = order(cluster).coalesced
+    template = next(t for t in TEMPLATES if t.applies(ordered))
+    return ordered, template.tile(ordered)
+
+
+# -- axes ------------------------------------------------------------------------------------------------------------------------------
+def order(cluster: Cluster) -> Cluster:
+    """Sort the axes so that the innermost is the one along which the most bytes are neighbours."""
+    cost = [_traffic(cluster, axis) for axis in range(len(cluster.axes))]
+    split = len(cluster.parallel)
+    parallel = sorted(range(split), key=lambda a: cost[a])
+    reduce = sorted(range(split, len(cluster.axes)), key=lambda a: cost[a])
+    new = [*parallel, *reduce]
+    if new == sorted(new):
+        return cluster
+    axes = cluster.axes
+    return cluster.map(permute(axes, new), [axes[a] for a in parallel], [axes[a] for a in reduce])
+
+
+def _traffic(cluster: Cluster, axis: int) -> tuple[float, ...]:
+    """Rank an axis: small strides, weighted by bytes (stores twice), come last."""
+    dense, steps = 0.0, 0.0
+    for layout, size, weight in _accesses(cluster):
+        stride = abs(layout[axis])
+        if stride == 1:
+            dense += size * weight
+        steps -= size * weight * min(stride, 1 << 40) if stride else 0
+    return (dense, steps)
+
+
+def _accesses(cluster: Cluster) -> list[tuple[tuple[int, ...], int, int]]:
+    """Return (strides, bytes, weight) of each load and store; the largest store decides ties."""
+    found = [(n.layout.strides, footprint(n) * n.dtype.itemsize, 2) for n in cluster.order if isinstance(n, Load)]
+    for s in cluster.stores:
+        size = product(n for n, stride in zip(cluster.axes, s.layout.strides or (), strict=False) if stride != 0)
+        found.append((s.layout.strides, size * s.dtype.itemsize, 3))  # type: ignore[operator]
+    return found  # type: ignore[return-value]
+
+
+def fast_axis(strides: tuple[int, ...] | None, axes: tuple[int, ...]) -> int | None:
+    return next((a for a, s in enumerate(strides or ()) if s == 1 and axes[a] > 1), None)
+
+
+def full_loads(cluster: Cluster) -> list[Load]:
+    """Return the loads that run along a reduce axis, one per buffer and position."""
+    split = len(cluster.parallel)
+    return [n for n in cluster.order if isinstance(n, Load) and (n.index or any((n.layout.strides or ())[split:]))]
+
+
+# -- which template --------------------------------------------------------------------------------------------------------------------
+def _pointwise(cluster: Cluster) -> bool:
+    return not cluster.reduce
+
+
+def _two_fast_axes(cluster: Cluster) -> bool:
+    """Two operands of some size run fastest along different axes, both long enough for a tile."""
+    return not cluster.reduce and _other_axis(cluster) is not None
+
+
+def _other_axis(cluster: Cluster) -> int | None:
+    """Return the axis, other than the innermost, along which an operand of the whole size has stride 1."""
+    axes = cluster.axes
+    last, total = len(axes) - 1, product(axes)
+    if last < 1 or axes[last] < 16:
+        return None
+    operands = [n.layout.strides for n in cluster.order if isinstance(n, Load) and not n.index] + [s.layout.strides for s in cluster.stores]
+    for strides in operands:
+        axis = fast_axis(strides, axes)  # type: ignore[arg-type]
+        if axis is not None and axis != last and axes[axis] >= 16 and strides[last] not in (0, 1):  # type: ignore[index]
+            if product(n for n, s in zip(axes, strides, strict=True) if s != 0) == total:  # type: ignore[arg-type]
+                return axis
+    return None
+
+
+def _columns(cluster: Cluster) -> bool:
+    """Whether memory runs along the parallel axes: a column reduction."""
+    split, axes = len(cluster.parallel), cluster.axes
+    votes = 0
+    for node in full_loads(cluster):
+        axis = fast_axis(node.layout.strides, axes)  # type: ignore[arg-type]
+        votes += 0 if axis is None else (footprint(node) if axis < split else -footprint(node))
+    return votes > 0
+
+
+def _persistent(cluster: Cluster) -> bool:
+    if not cluster.reduce:
+        return False
+    columns, loads = product(cluster.reduce), max(1, len({n.buffer for n in full_loads(cluster)}))
+    if _columns(cluster):
+        return columns <= 64  # type: ignore[operator]
+    return power_of_two(columns) * loads <= 2 * MAX_ROW and columns <= MAX_ROW  # type: ignore[operator, arg-type]
+
+
+# -- tiles -----------------------------------------------------------------------------------------------------------------------------
+def power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _tile_pointwise(cluster: Cluster) -> Schedule:
+    size = product(cluster.axes)
+    buffers = len(cluster.reads) + len(cluster.writes)
+    block = 1024 if size >= FILL * 1024 and buffers <= 8 else 512 if size >= FILL * 512 else 256  # type: ignore[operator]
+    block = min(block, power_of_two(size))  # type: ignore[arg-type]
+    return Schedule("pointwise", (("XBLOCK", block),), max(1, block // 256))
+
+
+def _tile_pointwise_2d(cluster: Cluster) -> Schedule:
+    return Schedule("pointwise_2d", (("YBLOCK", 32), ("XBLOCK", 64)), 4)
+
+
+def _tile_persistent(cluster: Cluster) -> Schedule:
+    rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))  # type: ignore[arg-type]
+    across = max(1, 2048 // columns) if not _columns(cluster) else max(8, min(64, 4096 // columns))
+    across = min(across, power_of_two(rows))  # type: ignore[arg-type]
+    while across > 1 and rows // across < FILL and not _columns(cluster):  # type: ignore[operator]
+        across //= 2
+    tile = across * columns
+    live = max(1, len({n.buffer for n in full_loads(cluster)}))
+    warps = min(16, max(1, power_of_two(tile * min(live, 4) // 1024)))
+    return Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), warps if tile >= 1024 else max(1, tile // 256))
+
+
+def _tile_looped(cluster: Cluster) -> Schedule:
+    rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))  # type: ignore[arg-type]
+    if _columns(cluster):
+        across = min(32, power_of_two(rows))  # type: ignore[arg-type]
+        return Schedule("reduction_looped", (("XBLOCK", across), ("RBLOCK", min(columns, 2048 // across))), 8)
+    block = 4096 if len(full_loads(cluster)) <= 3 else 2048
+    return Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, columns))), 8)
+
+
+# The first row that applies wins. reduction_split, reduction_mixed and foreach will be rows above these.
+TEMPLATES = (
+    Template("pointwise_2d", _two_fast_axes, _tile_pointwise_2d),
+    Template("pointwise", _pointwise, _tile_pointwise),
+    Template("reduction_persistent", _persistent, _tile_persistent),
+    Template("reduction_looped", lambda cluster: True, _tile_looped),
+)

@@ -1,0 +1,47 @@
+"""Simplify: dead code and repeated nodes leave the graph before anything is lowered.
+
+In: a functional ATen graph. Out: a new graph module with the same results; the input is not changed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def simplify(module: GraphModule) -> GraphModule:
+    """Return the graph without dead and repeated nodes. Random ops are never merged, in-place copies never dropped."""
+    graph = Graph()
+    new: dict[Node, Node] = {}
+    seen: dict[object, Node] = {}
+    for node in module.graph.nodes:
+        made = graph.node_copy(node, new.__getitem__)
+        made.meta = dict(node.meta)
+        key = _key(made)
+        if key is not None and key in seen:
+            graph.erase_node(made)
+            made = seen[key]
+        elif key is not None:
+            seen[key] = made
+        new[node] = made
+    graph.eliminate_dead_code(lambda n: n.target is torch.ops.aten.copy_.default or n.op in ("placeholder", "output"))
+    return GraphModule(module, graph)
+
+
+def _key(node: Node) -> object | None:
+    """Return what makes two pure calls the same, or None where they must stay apart."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if node.target._schema.is_mutable or RANDOM in node.target.tags or "empty" in str(node.target):
+        return None
+    return (node.target, _frozen(node.args), _frozen(node.kwargs))
+
+
+def _frozen(value: object) -> object:
+    if isinstance(value, (tuple, list)):
+        return tuple(_frozen(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    return (type(value), repr(value)) if isinstance(value, (bool, int, float)) else value

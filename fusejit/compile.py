@@ -1,0 +1,137 @@
+"""The pipeline, on one screen: a functional ATen graph becomes a Program.
+
+In: an fx graph and the real layouts of its inputs. Out: `Program`. Each pass is a function of its own name; `record` keeps every
+stage's text, and `explain()` and FUSEJIT_DUMP are nothing more than that record.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from . import config
+from .codegen.cluster import Cluster
+from .codegen.fuse import fuse
+from .codegen.lower import Extern, Lowered, lower
+from .codegen.plan import plan
+from .codegen.program import Program, verify
+from .codegen.render import Kernel, render
+from .codegen.rules import RULES
+from .codegen.schedule import schedule
+from .codegen.simplify import simplify
+from .runtime.launch import compile_all, kernel
+from .runtime.workers import KernelSpec, compile_kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a compilation needs to know besides the graph; `target` compiles for a GPU that need not be here."""
+
+    backend: str = "triton"
+    jit_level: str = "O2"
+    numerics: str = "fast"
+    target: str | None = None
+
+
+def compile_graph(
+    module: GraphModule, inputs: Sequence[Any], options: Options, *, record: Callable[[str, Any], None] | None = None
+) -> Program:
+    """Compile a functional graph.
+
+    Args:
+        module: functional ATen ops with fake tensors in `node.meta["val"]`; `copy_` into inputs only at the end.
+        inputs: one per placeholder: a (fake) tensor with the real dtype, shape, strides and device, or a Python value.
+        record: called with (stage, value) after each pass.
+
+    Raises:
+        Unsupported: the graph holds something that neither a kernel nor an extern call can do.
+        CompileError: a kernel does not compile.
+    """
+    note = record or (lambda stage, value: None)
+    clock = _Clock()
+    graph = clock("simplify", simplify(module))
+    note("simplified", graph)
+    lowered = clock("lower", lower(graph, inputs, RULES))
+    note("clusters", lowered)
+    fused, unfused = clock("fuse", fuse(lowered, reductions=options.jit_level != "O1"))
+    note("fused", fused)
+    kernels = clock("render", _kernels(fused, options))
+    steps = clock("plan", plan(fused, kernels))
+    if config.read("debug"):
+        verify(steps, fused)
+    device = torch.device("cuda") if options.target else None
+    rendered = tuple(k for k in kernels if k is not None)
+    program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, device, rendered, clock.spent)
+    note("source", program.source)
+    clock("kernels", _compiled(program, options))
+    return program
+
+
+def _kernels(fused: Lowered, options: Options) -> list[Kernel | None]:
+    """Schedule and render every cluster; None stands for an extern call."""
+    result: list[Kernel | None] = []
+    for step in fused.steps:
+        if isinstance(step, Extern):
+            result.append(None)
+            continue
+        assert isinstance(step, Cluster)
+        ready, tiles = schedule(step)
+        result.append(render(ready, tiles, fused.buffers, options.numerics))
+    return result
+
+
+def _compiled(program: Program, options: Options) -> None:
+    """Compile the program's kernels: for a named target without launching, or for this process's device."""
+    unique = list({k.name: k for k in program.kernels}.values())
+    if options.target:
+        specs = [
+            KernelSpec(k.source, k.name, k.params, k.constants, k.num_warps, k.num_stages, k.debug, (True,) * len(k.params), k.fp_fusion)
+            for k in unique
+        ]
+        done = dict(zip((k.name for k in unique), compile_kernels(specs, options.target), strict=True))
+        program.kernels = tuple(replace(k, compiled=done[k.name]) for k in program.kernels)
+    elif options.backend == "triton":
+        compile_all(
+            kernel(k.source, name=k.name, params=k.params, constants=dict(k.constants), grid=k.grid, num_warps=k.num_warps,
+                   num_stages=k.num_stages, debug=k.debug, fp_fusion=k.fp_fusion, aligned=(True,) * len(k.params))
+            for k in unique
+        )  # fmt: skip
+
+
+class _Clock:
+    """Milliseconds by stage: each call notes the time since the one before."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def __call__(self, stage: str, value: Any) -> Any:
+        now = time.perf_counter()
+        self.spent[stage] = (now - self.last) * 1e3
+        self.last = now
+        return value
+
+
+def dump(stage: str, value: Any) -> None:
+    """Print a stage if FUSEJIT_DUMP names it, and write it to FUSEJIT_DUMP_DIR."""
+    wanted = [s for s in config.read("dump").split(",") if s]
+    folder = config.read("dump_dir")
+    last = stage.rsplit(".", 1)[-1]
+    if wanted and stage not in wanted and last not in wanted:
+        return
+    if not wanted and not folder:
+        return
+    text = value.print_readable(print_output=False) if isinstance(value, GraphModule) else str(value)
+    if wanted:
+        print(f"# {stage}\n{text}", file=sys.stderr)
+    if folder:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, f"{stage}.txt"), "w") as file:
+            file.write(text)

@@ -1,0 +1,49 @@
+"""Shared by the tests of the front: a jitted function against eager, on the eager backend and on a stand-in for the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from fusejit import jit
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def same(one: Any, other: Any) -> None:
+    (ones, first), (others, second) = tree_flatten(one), tree_flatten(other)
+    assert first == second
+    for x, y in zip(ones, others):
+        if isinstance(x, torch.Tensor):
+            torch.testing.assert_close(x, y, equal_nan=True)
+            assert x.requires_grad == y.requires_grad
+        else:
+            assert x == y
+
+
+def prepare(args: Any) -> tuple[list, list]:
+    """Fresh leaves, and non-leaf copies that may be changed in place."""
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+    return leaves, [x * 1 if isinstance(x, torch.Tensor) and x.requires_grad else x for x in leaves]
+
+
+def check(fn: Callable, args: Any, backend: str) -> Any:
+    """Compare results, changed inputs and gradients of fn and jit(fn), twice; returns the specialisation."""
+    jitted = jit(fn, backend=backend)
+    found = []
+    for call in (fn, jitted, jitted):
+        leaves, given = prepare(args)
+        torch.manual_seed(0)
+        out = call(*given)
+        results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if results:
+            sum((x.float() ** 2).sum() for x in results).backward()
+        found.append((out, given, [x.grad for x in leaves if isinstance(x, torch.Tensor)]))
+    same(found[0], found[1])
+    same(found[0], found[2])
+    return jitted.specialisation(*prepare(args)[1])

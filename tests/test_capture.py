@@ -1,0 +1,228 @@
+"""Capture: what a graph keeps of a Python function, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import stub
+import torch
+import torch.nn.functional as F
+from front import check, leaf
+
+from fusejit import jit
+from fusejit.capture.lines import user_line
+
+
+@pytest.fixture(params=["eager", "interpret"])
+def backend(request: Any, monkeypatch: Any) -> str:
+    stub.install(monkeypatch)
+    return request.param
+
+
+def test_basic(backend):
+    s = check(lambda x, y: {"a": (x + y).relu(), "b": [x * 2, None, 3]}, [leaf(3, 4), leaf(4)], backend)
+    assert s.backend == backend and not s.fallbacks
+
+
+def test_views(backend):
+    s = check(lambda x: (x.t(), x[0], x, (x + 1), (x + 1).t()), [leaf(3, 4)], backend)
+    assert not s.fallbacks, s.fallbacks
+
+    def f(x):
+        y = x + 1
+        return y, y.t(), y
+
+    s = check(f, [leaf(3, 4)], backend)
+    assert not s.fallbacks
+
+
+def test_inplace(backend):
+    def f(x, b):
+        b.add_(1)
+        y = x * b
+        y.mul_(2)
+        return y
+
+    check(f, [leaf(3, 4), torch.ones(4)], backend)
+
+    def f(x):
+        x.mul_(2)
+        return x.sum()
+
+    check(f, [leaf(3, 4)], backend)
+
+    def f(x):
+        x.mul_(2)
+        return x
+
+    check(f, [torch.randn(3, 4)], backend)
+
+    def f(x, b):
+        y = x * b
+        b.add_(1)
+        return y
+
+    x = leaf(3)
+    b = torch.ones(3)
+    with torch.no_grad():
+        pass
+    j = jit(f, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        j(x, b).sum().backward()
+
+
+def test_overlap(backend):
+    base = torch.arange(12.0)
+
+    def f(a, b):
+        a.add_(1)
+        return a + b
+
+    for fn in (f, jit(f, backend=backend)):
+        base = torch.arange(12.0)
+        r = fn(base[:6], base[3:9])
+        print(r, base)
+    b1 = torch.arange(12.0)
+    r1 = f(b1[:6], b1[3:9])
+    j = jit(f, backend=backend)
+    b2 = torch.arange(12.0)
+    r2 = j(b2[:6], b2[3:9])
+    assert torch.equal(r1, r2) and torch.equal(b1, b2)
+    b1 = torch.arange(12.0)
+    r1 = f(b1[:6], b1[:6])
+    b2 = torch.arange(12.0)
+    r2 = j(b2[:6], b2[:6])
+    assert torch.equal(r1, r2) and torch.equal(b1, b2)
+    a, b = torch.ones(6), torch.ones(6)
+    assert torch.equal(j(a, b), torch.full((6,), 3.0))
+    b3 = torch.arange(12.0)
+    t = b3[:6]
+    r3 = j(t, t)
+    b4 = torch.arange(12.0)
+    t = b4[:6]
+    assert torch.equal(r3, f(t, t))
+    x = torch.randn(3, 1).expand(3, 4)
+    check(lambda x: x * 2, [x], backend)
+    y = torch.randn(10).as_strided((4, 4), (2, 1))
+    assert torch.equal(jit(lambda x: x * 2, backend=backend)(y), y * 2)
+
+
+def test_amp(backend):
+    m = torch.nn.Linear(4, 4)
+
+    def f(x):
+        return m(x).float().softmax(-1)
+
+    def g(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return m(x).float().softmax(-1)
+
+    check(g, [leaf(3, 4)], backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        s = check(f, [leaf(3, 4)], backend)
+        assert not s.fallbacks
+
+
+def test_nograd(backend):
+    m = torch.nn.Linear(4, 4)
+    j = jit(m, backend=backend)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        assert not j(x).requires_grad
+    assert j(x).requires_grad
+    with torch.inference_mode():
+        y = j(x)
+        assert y.is_inference()
+        torch.testing.assert_close(y, m(x))
+        z = torch.randn(2, 4)
+        torch.testing.assert_close(j(z), m(z))
+
+    def f(x):
+        with torch.no_grad():
+            y = x * 2
+        return x * y
+
+    s = check(f, [leaf(3)], backend)
+    assert not s.fallbacks
+
+    def f(x):
+        with torch.inference_mode():
+            y = (x * 2).sum()
+        return x * 3, y * 1
+
+    x = leaf(3)
+    o = jit(f, backend=backend)(x)
+    o[0].sum().backward()
+    assert x.grad.tolist() == [3] * 3 and not o[1].requires_grad
+
+
+def test_const(backend):
+    t = torch.tensor([1.0, 2.0, 3.0])
+    s = check(lambda x: x * torch.tensor(2.0) + torch.tensor([1.0, 2.0, 3.0]) + t, [leaf(3)], backend)
+    assert not s.fallbacks
+    j = jit(lambda: torch.arange(3) * 2, backend=backend)
+    assert j().tolist() == [0, 2, 4]
+
+
+def test_dropout(backend):
+    check(lambda x: F.dropout(x, 0.5), [leaf(100)], "eager")
+    x = torch.ones(1000, requires_grad=True)
+    y = jit(lambda x: F.dropout(x, 0.5), backend=backend)(x)
+    y.sum().backward()
+    assert torch.equal(y, x.grad)
+
+
+def test_effects(backend):
+    class M(torch.nn.Module):
+        def forward(s, x):
+            s.last = x * 2
+            return x + 1
+
+    m = M()
+    j = jit(m, backend=backend)
+    j(torch.ones(2))
+    assert not hasattr(m, "last")
+    assert "last" in str(j.specialisation(torch.ones(2)).effects[0])
+
+
+def test_vmap(backend):
+    j = jit(lambda x: torch.vmap(lambda r: r * r.sum())(x), backend=backend)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(j(x), torch.vmap(lambda r: r * r.sum())(x))
+    j2 = jit(lambda x: x.sin(), backend=backend)
+    torch.testing.assert_close(torch.func.grad(lambda x: j2(x).sum())(x), x.cos())
+
+
+def test_customfn(backend):
+    class Fn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 7
+
+    x = leaf(3)
+    j = jit(lambda x: Fn.apply(x), backend=backend)
+    j(x).sum().backward()
+    assert x.grad.tolist() == [7] * 3
+    assert j.cache_info().fallbacks == 1
+
+
+def test_lines(monkeypatch):
+    stub.install(monkeypatch)
+
+    def f(x):
+        y = x.sin()
+        z = y * x.cos()
+        return z.sum()
+
+    s = jit(f, backend="interpret").specialisation(leaf(4))
+    assert s.backward is not None
+    for st in ("capture", "joint", "forward", "backward"):
+        for n in s.record[st].graph.nodes:
+            if n.op == "call_function":
+                print(st, n, user_line(n))
+                assert "test_capture" in user_line(n), (st, n)

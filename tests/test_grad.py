@@ -1,0 +1,73 @@
+"""Gradients: buffers, absent tangents, second order."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import stub
+import torch
+from front import leaf
+
+import fusejit
+from fusejit import jit
+
+
+@pytest.fixture(params=["eager", "interpret"])
+def backend(request: Any, monkeypatch: Any) -> str:
+    stub.install(monkeypatch)
+    return request.param
+
+
+def test_bn(backend):
+    m = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.GELU())
+    e = copy.deepcopy(m)
+    j = jit(m, backend=backend)
+    for mode in (True, True, False, True):
+        m.train(mode)
+        e.train(mode)
+        x = torch.randn(5, 4)
+        a = j(x)
+        b = e(x)
+        torch.testing.assert_close(a, b)
+        a.sum().backward()
+        b.sum().backward()
+        for p, q in zip(m.parameters(), e.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+        for p, q in zip(m.buffers(), e.buffers()):
+            torch.testing.assert_close(p, q)
+    assert j.cache_info().specialisations == 2, j.cache_info()
+    m.half() if False else m.double()
+    e.double()
+    torch.testing.assert_close(j(x.double()), e(x.double()))
+    assert list(j.state_dict()) == list(m.state_dict())
+    assert not j.specialisation(x.double()).fallbacks
+
+
+def test_multi_none(backend):
+    def f(x):
+        return x.sin(), x.cos() * 3, x.argmax()
+
+    x = leaf(5)
+    j = jit(f, backend=backend)
+    a, b, c = j(x)
+    b.sum().backward()
+    torch.testing.assert_close(x.grad, -3 * x.sin())
+    x.grad = None
+    a, b, c = j(x)
+    a.backward(torch.randn(10)[::2])
+    assert not c.requires_grad
+
+
+def test_second(backend):
+    x = leaf(5)
+    j = jit(lambda x: (x**3).sum(), backend=backend)
+    (g,) = torch.autograd.grad(j(x), x, create_graph=True)
+    torch.testing.assert_close(g, 3 * x**2)
+    if backend == "eager":
+        g.sum().backward()
+        torch.testing.assert_close(x.grad, 6 * x)
+    else:
+        with pytest.raises(fusejit.FusejitError, match="eager"):
+            g.sum().backward()

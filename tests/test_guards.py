@@ -1,0 +1,102 @@
+"""Guards: a changed value that the capture read recompiles; nothing is stale."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import stub
+import torch
+
+from fusejit import jit
+
+
+@pytest.fixture(params=["eager", "interpret"])
+def backend(request: Any, monkeypatch: Any) -> str:
+    stub.install(monkeypatch)
+    return request.param
+
+
+def test_guards(backend):
+    class M(torch.nn.Module):
+        def __init__(s):
+            super().__init__()
+            s.value = 5
+            s.w = torch.nn.Parameter(torch.ones(3))
+            s.cfg = {"a": [1, 2]}
+
+        def forward(s, x):
+            return x * s.value + s.w * s.cfg["a"][0]
+
+    m = M()
+    j = jit(m, backend=backend)
+    x = torch.ones(3)
+    for step in range(8):
+        if step == 1:
+            m.value = 1
+        if step == 2:
+            m.w.data = torch.full((3,), 2.0)
+        if step == 3:
+            m.w = torch.nn.Parameter(torch.full((3,), 3.0))
+        if step == 4:
+            m.cfg["a"][0] = 7
+        if step == 5:
+            m.w.requires_grad_(False)
+        if step == 6:
+            m.forward = lambda x: x
+        if step == 7:
+            del m.forward
+            M.forward = lambda s, x: x * 100
+        torch.testing.assert_close(j(x), m(x))
+        assert j(x).requires_grad == m(x).requires_grad
+
+
+GLOB = 2.0
+
+
+def glob(x):
+    return x * GLOB
+
+
+def test_global(backend):
+    global GLOB
+    j = jit(glob, backend=backend)
+    x = torch.ones(2)
+    assert j(x)[0] == 2
+    GLOB = 3.0
+    assert j(x)[0] == 3
+    GLOB = 2.0
+    assert j(x)[0] == 2
+    assert j.cache_info().misses == 2
+    c = 1
+
+    def f(x):
+        return x * c
+
+    j = jit(f, backend=backend)
+    assert j(x)[0] == 1
+    c = 5
+    assert j(x)[0] == 5
+
+
+def test_tied(backend):
+    class M(torch.nn.Module):
+        def __init__(s):
+            super().__init__()
+            s.a = torch.nn.Linear(4, 4, bias=False)
+            s.b = torch.nn.Linear(4, 4, bias=False)
+            s.b.weight = s.a.weight
+
+        def forward(s, x):
+            return s.b(s.a(x).relu())
+
+    m = M()
+    e = copy.deepcopy(m)
+    j = jit(m, backend=backend)
+    x = torch.randn(2, 4)
+    j(x).sum().backward()
+    e(x).sum().backward()
+    torch.testing.assert_close(m.a.weight.grad, e.a.weight.grad)
+    m.b.weight = torch.nn.Parameter(torch.zeros(4, 4))
+    assert j(x).abs().sum() == 0
