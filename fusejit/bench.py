@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .blocks import BLOCKS, Block
-from .compile import compile_for
+from .specialise import compile_for
 from .errors import FusejitError
 from .jit import jit
 

@@ -106,7 +106,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _compile(arguments: argparse.Namespace) -> int:
     import torch
 
-    from .compile import compile_for
+    from .specialise import compile_for
     from .errors import FusejitError
 
     function, args = _target(arguments)

@@ -182,7 +182,7 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     from .autodiff.attention import retarget_attention
     from .autodiff.joint import build
     from .codegen import decompose
-    from .compile import Options, compile_graph
+    from .compile import Options, compile_graph, dump
 
     prepare_interpreter(found.backend)
     options = Options(backend=found.backend, jit_level=settings.jit_level, numerics=settings.numerics, target=settings.target)
@@ -192,6 +192,7 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
 
         def record(name: str, value: Any) -> None:
             found.record[f"{stage}.{name}"] = value
+            dump(f"{stage}.{name}", value)
 
         program = compile_graph(module, inputs, options, record=record)
         spent = (time.perf_counter() - start) * 1e3

@@ -81,6 +81,17 @@ def pick(c, x, o, f, n, B: tl.constexpr):
     assert out.tolist() == [1, 0.5, -3, 0] and c.tolist() == [True, True, False]
 
 
+def test_scalar_conditions_broadcast():
+    source = """@triton.jit
+def both(x, y, o, B: tl.constexpr):
+    i = tl.arange(0, B)
+    tl.store(o + i, (tl.load(x + i) != 0) & (tl.load(y) != 0))
+"""
+    x, y, out = torch.tensor([1.5, 0, -2, 0]), torch.tensor([2.5]), torch.zeros(4, dtype=torch.bool)
+    kernel(source, name="both", params=("*fp32", "*fp32", "*i1"), constants={"B": 4})(x, y, out)
+    assert out.tolist() == [True, False, True, False]
+
+
 def test_strided_views_are_addresses():
     base = torch.arange(12.0)
     out = torch.zeros(4)

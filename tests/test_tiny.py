@@ -37,7 +37,7 @@ def test_a_decorator_with_keywords_defaults_trees_and_none(fuse, device):
     assert_close(f({"x": x, "y": (y,)})["out"], x.sum() + y**2)
     assert_close(f({"x": x, "y": (y,)}, y, power=3)["out"], (x.sum() + y**3) * y)
     assert f({"x": x, "y": (y,)})["name"] == "kept"
-    assert f.cache_info().specialisations == 3  # one program for each combination of Python values and shapes
+    assert f.cache_info().specialisations == 2  # one program for each combination of Python values and shapes
 
 
 def test_a_module_trains_as_eager_does(fuse, device):

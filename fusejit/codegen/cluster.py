@@ -310,6 +310,7 @@ class Cluster:
         strides = [s.layout.strides for s in self.stores] + [leaf.layout.strides for leaf in self.leaves]
         split = len(self.parallel)
         groups: list[int] = []
+        ends = []
         for side in (range(split), range(split, len(self.axes))):
             previous: int | None = None
             for axis in side:
@@ -322,9 +323,8 @@ class Cluster:
                 else:
                     groups.append(n)
                 previous = axis
-            if side.start == 0:
-                lead = len(groups)
-        return self.reshape(groups[:lead], groups[lead:])
+            ends.append(len(groups))
+        return self.reshape(groups[: ends[0]], groups[ends[0] :])
 
     def __str__(self) -> str:
         split = len(self.parallel)

@@ -53,7 +53,10 @@ def plan(lowered: Lowered, kernels: Sequence[Kernel | None]) -> tuple[Step, ...]
     pinned = {name for s in lowered.steps if isinstance(s, Extern) and s.pins for name in (*s.reads, *(o for o in s.outputs if o))}
     last = _last_uses(lowered, kernels)
     live: set[str] = set(given)
-    steps: list[Step] = []
+    made = {n for s, k in zip(lowered.steps, kernels, strict=True) for n in (s.outputs if isinstance(s, Extern) else k.arguments if k else ())}
+    empty = [b for b in buffers.values() if b.name not in made | given and not b.written_to]  # without elements: no kernel writes them
+    steps: list[Step] = [Alloc(b) for b in empty]
+    live |= {b.name for b in empty}
     for i, (step, kernel) in enumerate(zip(lowered.steps, kernels, strict=True)):
         dying = {n for n in live if last.get(n, -1) <= i and n not in returned}
         if isinstance(step, Extern):
@@ -69,8 +72,6 @@ def plan(lowered: Lowered, kernels: Sequence[Kernel | None]) -> tuple[Step, ...]
             live |= set(mine)
             steps.append(Launch(kernel, kernel.arguments))
             dying |= {n for n in mine if n not in last and n not in returned}
-            dying -= set(over.values())
-            live -= set(over.values())
         if dying:
             steps.append(Free(tuple(sorted(dying, key=list(buffers).index))))
             live -= dying

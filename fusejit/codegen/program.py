@@ -87,7 +87,7 @@ class Program:
                 options = f"dtype={buffer.dtype}, device={self._device(buffer.device)}"
                 return [f"{buffer.name} = empty_strided({buffer.shape}, {buffer.strides}, {options})"]
             case Alloc(buffer, reuse):
-                return [f"{buffer.name} = {reuse}  # in place", f"del {reuse}"]
+                return [f"{buffer.name} = {reuse}  # in place"]
             case Launch(kernel, arguments):
                 return [f"{kernel.name}({', '.join(arguments)})"]
             case Free(names):
@@ -145,7 +145,6 @@ def verify(steps: Sequence[Step], lowered: Lowered) -> None:
         match step:
             case Alloc(buffer, reuse):
                 assert not reuse or reuse in alive, f"{buffer.name} reuses {reuse}, which is gone"
-                alive.discard(reuse)
                 alive.add(buffer.name)
             case Launch(kernel, arguments):
                 assert set(arguments) <= alive, f"{kernel.name} uses {set(arguments) - alive}, not made yet or gone"

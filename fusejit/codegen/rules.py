@@ -16,7 +16,7 @@ from torch.fx import Node
 from .cluster import Cluster, Expr, Iota, Load, Store, cast, compute, const, iota, load, random, reduction, rewrite, view
 from .decompose import short
 from .formulas import HALF
-from .layout import Affine, Layout, contiguous, permute, slice_, strided
+from .layout import Affine, Layout, Reshape, contiguous, permute, slice_, strided
 from .lower import CHECKS, Extern, Lowering, Ref, Rule, lines_of
 from .ops import DTYPES, OPS
 from .size import product
@@ -45,8 +45,9 @@ def reduce_to_buffer(low: Lowering, node: Node, x: Expr, dims: Sequence[int], op
         if not product(inner):
             row = OPS[op].identity
             assert row is not None
-            value, inner = const(row(x.dtype), dtype), ()
-            rows = contiguous(outer)
+            value, inner, rows = const(row(x.dtype), dtype), (), contiguous(outer)
+        elif product(inner) == 1:  # of one element: the element itself, at place 0
+            value, inner, rows = const(0, dtype) if place else view([x], Reshape(outer))[0], (), contiguous(outer)
         else:
             value = reduction(op, *args, dtype=dtype)
         low.steps.append(Cluster.build(outer, inner, [Store(buffer.name, rows, value, dtype)], lines_of(node)))

@@ -179,6 +179,24 @@ def _binary(spec: KernelSpec, device: int) -> Any:
 
 
 @cache
+def _comparisons_are_bool() -> None:
+    """Let the interpreter's comparisons have the type int1: they keep their operands' type, which a later broadcast restores."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    original = InterpreterBuilder.binary_op
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        result = original(self, lhs, rhs, op)
+        if result.data.dtype == np.bool_:
+            result.dtype = tl.int1
+        return result
+
+    InterpreterBuilder.binary_op = binary_op
+
+
+@cache
 def _interpretable(spec: KernelSpec) -> Any:
     """Return the kernel as a Python function, and make triton.language interpret from now on.
 
@@ -187,6 +205,7 @@ def _interpretable(spec: KernelSpec) -> Any:
     """
     from triton.runtime import interpreter
 
+    _comparisons_are_bool()
     function = define_kernel(spec.source, spec.name).fn
     interpreter._patch_lang(function)
     return function
