@@ -286,6 +286,36 @@ class Cluster:
         return {name: tuple(loads) for name, loads in found.items()}
 
     @cached_property
+    def levels(self) -> dict[Expr, int]:
+        """How many reductions lie below each node, one above the other: a looped kernel needs that many passes before it."""
+        found: dict[Expr, int] = {}
+        for node in self.order:
+            found[node] = max((found[c] for c in children(node)), default=0) + isinstance(node, Reduce)
+        return found
+
+    @cached_property
+    def full(self) -> dict[Expr, bool]:
+        """Whether each node varies along the reduce axes; the others are one value a row."""
+        split, found = len(self.parallel), {}
+        for node in self.order:
+            runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[split:])
+            found[node] = not isinstance(node, Reduce) and (runs or any(found[c] for c in children(node)))
+        return found
+
+    @cached_property
+    def held(self) -> int:
+        """How many whole-row values must stay in registers across a reduction, at the worst one."""
+        reach: dict[Expr, int] = {}
+        for node in self.order:
+            for operand in children(node):
+                if not isinstance(node, Reduce):
+                    reach[operand] = max(reach.get(operand, 0), self.levels[node])
+        read = {n for n in self.order if isinstance(n, (Load, Reduce, Random)) or any(c in reach and isinstance(c, Load) for c in children(n))}
+        kept = [n for n in self.order if self.full[n] and not isinstance(n, Iota) and (n in read or any(self.full[c] for c in children(n)))]
+        top = max(self.levels.values(), default=0)
+        return max((sum(self.levels[n] <= level < reach.get(n, 0) for n in kept) for level in range(top)), default=0)
+
+    @cached_property
     def writes(self) -> dict[str, Store]:
         return {s.buffer: s for s in self.stores}
 

@@ -9,6 +9,7 @@ Views never become steps: they move into the layouts of the loads. What no rule 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,9 +22,9 @@ from .cluster import Cluster, Expr, Load, Store, cast, load, view
 from .decompose import short
 from .layout import Layout, contiguous, expand, strided
 from .ops import POINTWISE, RULES, STORAGE, lower_pointwise
-from .realize import base, realize, worth_a_buffer
+from .realize import base, is_alias, realize, worth_a_buffer
 from .size import product
-from .views import ALIASES, VIEWS
+from .views import VIEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class Lowering:
     def fusable(self, node: Node) -> bool:
         """Whether an op table row or a rule expresses the node, in these dtypes and on one device."""
         name, out = short(node.target), node.meta.get("val")
-        if node.target is operator_getitem:
+        if node.target is operator.getitem:
             return True
         tensors = [v for v in torch.utils._pytree.tree_leaves([out, [n.meta.get("val") for n in node.all_input_nodes]]) if isinstance(v, torch.Tensor)]
         if any(v.dtype not in STORAGE or v.is_sparse or v.is_quantized for v in tensors) or len({v.device for v in tensors}) > 1:
@@ -195,7 +196,7 @@ class Lowering:
 
     def lowered(self, node: Node) -> Value:
         name = short(node.target)
-        if node.target is operator_getitem:
+        if node.target is operator.getitem:
             source, place = node.args
             if source in self.owned:  # type: ignore[comparison-overlap]
                 self.owned.add(node)
@@ -215,7 +216,7 @@ class Lowering:
 
     def maybe_store(self, node: Node, reason: str) -> None:
         value, fake = self.values[node], node.meta.get("val")
-        if not isinstance(fake, torch.Tensor) or node in self.owned or short(node.target) in ALIASES:
+        if not isinstance(fake, torch.Tensor) or node in self.owned or is_alias(node):
             return
         reason = reason or worth_a_buffer(value, tuple(fake.shape), readers(node))
         if reason:
@@ -229,9 +230,10 @@ class Lowering:
         args, kwargs = torch.fx.node.map_arg((tuple(node.args), dict(node.kwargs)), self.ref)  # type: ignore[misc]
         fake, line = node.meta.get("val"), line_of(node)
         leaves = [fake] if isinstance(fake, torch.Tensor) else list(fake) if isinstance(fake, (tuple, list)) else []
-        if not leaves or any(v is not None and not isinstance(v, torch.Tensor) for v in leaves):
+        if not any(isinstance(v, torch.Tensor) for v in leaves):
             raise Unsupported(str(node.target), f"its result ({type(fake).__name__}) is no tensor", line)
-        made = [None if v is None else self.taken(v) for v in leaves]
+        # numbers among the results were traced as constants: their readers already hold them
+        made = [self.taken(v) if isinstance(v, torch.Tensor) else None for v in leaves]
         several = not isinstance(fake, torch.Tensor)
         pins = any(a.alias_info is not None for a in node.target._schema.arguments)
         self.steps.append(Extern(str(node.target), args, tuple(kwargs.items()), tuple(b and b.name for b in made), several, line, pins))  # type: ignore[arg-type]
@@ -252,7 +254,6 @@ def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule]) ->
 
 
 CHECKS: dict[str, Callable[[Node], bool]] = {}  # rule name -> whether the rule can take this call; filled by rules.py
-operator_getitem = __import__("operator").getitem
 
 
 def operand_dtype(node: Node) -> torch.dtype | None:

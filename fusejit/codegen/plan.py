@@ -54,7 +54,7 @@ def plan(lowered: Lowered, kernels: Sequence[Kernel | None]) -> tuple[Step, ...]
     last = _last_uses(lowered, kernels)
     live: set[str] = set(given)
     made = {n for s, k in zip(lowered.steps, kernels, strict=True) for n in (s.outputs if isinstance(s, Extern) else k.arguments if k else ())}
-    empty = [b for b in buffers.values() if b.name not in made | given and not b.written_to]  # without elements: no kernel writes them
+    empty = [b for b in buffers.values() if 0 in b.shape and b.name not in made | given]  # without elements: no kernel writes them
     steps: list[Step] = [Alloc(b) for b in empty]
     live |= {b.name for b in empty}
     for i, (step, kernel) in enumerate(zip(lowered.steps, kernels, strict=True)):

@@ -7,6 +7,8 @@ In: a functional ATen graph. Out: {node: reason}; every other value lives only i
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import Graph, Node
 
@@ -14,7 +16,7 @@ from .cluster import Compute, Expr, Iota, Load, Random, Reduce, postorder
 from .decompose import short
 from .ops import OPS
 from .size import product
-from .views import ALIASES
+from .views import ALIASES, SPLITS
 
 # A kernel holds at most 200 ops: beyond that, compile time grows faster than what fusion saves.
 MAX_WEIGHT = 200
@@ -37,9 +39,17 @@ def realize(graph: Graph, fused: set[Node]) -> dict[Node, str]:
 
 def base(node: Node) -> Node:
     """Return the node whose memory `node` shares: itself, or what its chain of views starts from."""
-    while node.op == "call_function" and short(node.target) in ALIASES:
+    while is_alias(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def is_alias(node: Node) -> bool:
+    """Whether a node only looks at the memory of its first argument; a piece of a split does."""
+    if node.op != "call_function":
+        return False
+    piece = node.target is operator.getitem and short(node.args[0].target) in SPLITS  # type: ignore[union-attr]
+    return piece or short(node.target) in ALIASES or short(node.target) in SPLITS
 
 
 def worth_a_buffer(value: Expr, shape: tuple[int, ...], readers: int) -> str:

@@ -54,9 +54,11 @@ class Kernel:
     ops: tuple[str, ...]
     bytes_read: int
     bytes_written: int
-    table: str
+    cluster: Cluster
+    schedule: Schedule
     compiled: Any = None
 
+    table = property(lambda self: str(self.cluster))
     ptx = property(lambda self: self.compiled.ptx)
     cubin = property(lambda self: self.compiled.cubin)
     n_regs = property(lambda self: self.compiled.n_regs)
@@ -84,7 +86,7 @@ def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numeri
         name=name, template=tiles.template, source=body.replace("NAME", name, 1), params=tuple(STORAGE[buffers[a].dtype].pointer for a in arguments),
         constants=tiles.blocks, grid=writer.grid(), num_warps=tiles.num_warps, num_stages=tiles.num_stages, debug=writer.asserts,
         fp_fusion=numerics == "fast", arguments=arguments, ops=cluster.lines, bytes_read=bytes_read(cluster, buffers),
-        bytes_written=bytes_written(cluster, buffers), table=str(cluster),
+        bytes_written=bytes_written(cluster, buffers), cluster=cluster, schedule=tiles,
     )  # fmt: skip
 
 
@@ -118,17 +120,20 @@ def bytes_read(cluster: Cluster, buffers: dict[str, Buffer]) -> int:
         size = buffers[name].bytes
         reach = 0
         for node in {(n.layout, n.index): n for n in loads}.values():
-            reach += _reach(node.layout, cluster.axes) if not node.index else size
+            reach += _reach(node, cluster.axes)
         total += min(size, reach * buffers[name].dtype.itemsize)
     return total
 
 
 def bytes_written(cluster: Cluster, buffers: dict[str, Buffer]) -> int:
-    return sum(_reach(s.layout, cluster.axes) * s.dtype.itemsize for s in cluster.stores)
+    return sum(_reach(s, cluster.axes) * s.dtype.itemsize for s in cluster.stores)
 
 
-def _reach(layout: Layout, axes: tuple[int, ...]) -> int:
-    return product(n for n, s in zip(axes, layout.strides or (), strict=True) if s != 0)  # type: ignore[return-value]
+def _reach(access: Load | Store, axes: tuple[int, ...]) -> int:
+    """Return how many elements an access touches: one for each coordinate of the axes that it, or its computed index, runs along."""
+    found = [n.layout for e, _ in access.index for n in postorder([e]) if isinstance(n, (Load, Iota))]
+    runs = [any((lay.strides or ())[a] for lay in (access.layout, *found)) for a in range(len(axes))]
+    return product(n for n, used in zip(axes, runs, strict=True) if used)  # type: ignore[return-value]
 
 
 # -- the text --------------------------------------------------------------------------------------------------------------------------
@@ -140,19 +145,10 @@ class _Writer:
         self.exact = numerics == "eager"
         self.split = len(cluster.parallel)
         self.asserts = False
-        self.levels: dict[Expr, int] = {}
-        self.full: dict[Expr, bool] = {}
-        for node in cluster.order:
-            below = children(node)
-            self.levels[node] = max((self.levels[c] for c in below), default=0) + isinstance(node, Reduce)
-            self.full[node] = not isinstance(node, Reduce) and (any(self.full[c] for c in below) or self._runs(node))
+        self.levels, self.full = cluster.levels, cluster.full
         self.groups = self._groups()
         largest = max([product(cluster.axes), *(b.bytes for b in (buffers[n] for n in names) if True)])  # type: ignore[type-var]
         self.wide = largest >= 2**31  # type: ignore[operator]
-
-    def _runs(self, node: Expr) -> bool:
-        """Whether a leaf varies along the reduce axes."""
-        return isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[self.split :])
 
     def _groups(self) -> dict[str, list[int]]:
         """Return the axes behind each index variable."""
@@ -304,7 +300,7 @@ class _Tape:
         lines.append(f"{name} = {value}")
         if isinstance(node, Compute) and node.op == "checked_index":
             self.writer.asserts = True
-            mask = self.writer.mask([], columns=self.writer.full[node]) or "True"
+            mask = self.writer.mask([], columns=self.writer.full[node]) or "None"
             lines.append(f"fj.check_index({name}, {self.text(node.args[1])}, {mask})")
         return lines
 

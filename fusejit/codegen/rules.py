@@ -264,6 +264,25 @@ def _embedding(low: Lowering, node: Node) -> Expr:
     return _gathered(low, table, {0: place}, {1: len(shape) - 1}, shape)  # type: ignore[arg-type]
 
 
+def _scatter(low: Lowering, node: Node) -> Expr:
+    """One write per line: the result is `source` where the coordinate is the index, `self` elsewhere."""
+    target, dim, index, source = node.args[:4]
+    out = node.meta["val"]
+    shape, dtype, dim = tuple(out.shape), out.dtype, dim % out.dim()  # type: ignore[operator]
+    wrapped = compute("checked_index", cast(low.expr(index, shape), INDEX), const(shape[dim], INDEX), dtype=INDEX)  # type: ignore[arg-type]
+    here = compute("eq", place(shape, dim), wrapped, dtype=torch.bool)
+    value = cast(low.expr(source, shape), dtype) if isinstance(source, Node) else const(source, dtype)  # type: ignore[arg-type]
+    return compute("where", here, value, low.values[target], dtype=dtype)  # type: ignore[index]
+
+
+def _one_write_a_line(node: Node) -> bool:
+    target, dim, index, source = node.args[:4]
+    shape, written = tuple(target.meta["val"].shape), tuple(index.meta["val"].shape)  # type: ignore[union-attr]
+    if not shape or len(node.args) > 4 or node.kwargs or (isinstance(source, Node) and tuple(source.meta["val"].shape) != written):
+        return False
+    return written == (*shape[: dim % len(shape)], 1, *shape[dim % len(shape) + 1 :])  # type: ignore[operator]
+
+
 # -- pieces ----------------------------------------------------------------------------------------------------------------------------
 def place(shape: Sequence[int], dim: int) -> Expr:
     """Return the coordinate along `dim`."""
@@ -439,7 +458,7 @@ RULES: dict[str, Rule] = {
     "index.Tensor": _index, "_unsafe_index.Tensor": _index, "gather.default": _gather, "index_select.default": _index_select,
     "embedding.default": _embedding, "cat.default": _cat, "constant_pad_nd.default": _pad, "roll.default": _roll,
     "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "copy_.default": _copy_,
-    "split_with_sizes.default": _split, "split.Tensor": _split,
+    "scatter.value": _scatter, "scatter.src": _scatter, "split_with_sizes.default": _split, "split.Tensor": _split,
 }  # fmt: skip
 for _op, _overloads in {"sum": "default dim_IntList", "prod": "default dim_int", "any": "default dim dims", "all": "default dim dims"}.items():
     for _name in _overloads.split():
@@ -452,6 +471,7 @@ CHECKS |= {
     if name.split(".")[0] in ("mean", "var", "var_mean", "max", "min", "sum", "prod", "any", "all", "amax", "amin", "argmax", "argmin")
 }
 CHECKS |= {
+    "scatter.value": _one_write_a_line, "scatter.src": _one_write_a_line,
     "cat.default": _tensors_small,
     "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,  # type: ignore[arg-type]
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,

@@ -130,10 +130,10 @@ def _columns(cluster: Cluster) -> bool:
 def _persistent(cluster: Cluster) -> bool:
     if not cluster.reduce:
         return False
-    columns, loads = product(cluster.reduce), max(1, len({n.buffer for n in full_loads(cluster)}))
+    columns = product(cluster.reduce)
     if _columns(cluster):
         return columns <= 64  # type: ignore[operator]
-    return power_of_two(columns) * loads <= 2 * MAX_ROW and columns <= MAX_ROW  # type: ignore[operator, arg-type]
+    return power_of_two(columns) * max(1, cluster.held) <= MAX_ROW  # type: ignore[operator, arg-type]
 
 
 # -- tiles -----------------------------------------------------------------------------------------------------------------------------
@@ -169,6 +169,8 @@ def _tile_looped(cluster: Cluster) -> Schedule:
     rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))  # type: ignore[arg-type]
     if _columns(cluster):
         across = min(32, power_of_two(rows))  # type: ignore[arg-type]
+        while across > 8 and rows // across < FILL // 2:  # type: ignore[operator]
+            across //= 2  # 8 columns are the 32 bytes that memory hands out at once
         return Schedule("reduction_looped", (("XBLOCK", across), ("RBLOCK", min(columns, 2048 // across))), 8)
     block = 4096 if len(full_loads(cluster)) <= 3 else 2048
     return Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, columns))), 8)

@@ -110,3 +110,5 @@ COPIES: dict[str, Callable[..., Views]] = {
     "squeeze_copy.dims": _squeeze, "squeeze_copy.dim": _squeeze, "squeeze_copy.default": _squeeze,
 }  # fmt: skip
 VIEWS = {**ALIASES, **COPIES}
+# Views that come several at a time.
+SPLITS = ("split.Tensor", "split_with_sizes.default")
