@@ -26,6 +26,7 @@ from .codegen.render import Kernel, render
 from .codegen.rules import RULES
 from .codegen.schedule import schedule
 from .codegen.simplify import simplify
+from .codegen.split import split
 from .runtime.launch import compile_all, kernel
 from .runtime.workers import KernelSpec, compile_kernels
 
@@ -61,6 +62,7 @@ def compile_graph(
     lowered = clock("lower", lower(graph, inputs, RULES))
     note("clusters", lowered)
     fused, unfused = clock("fuse", fuse(lowered, reductions=options.jit_level != "O1"))
+    fused = clock("split", split(fused))
     note("fused", fused)
     kernels = clock("render", _kernels(fused, options))
     steps = clock("plan", plan(fused, kernels))

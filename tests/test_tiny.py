@@ -63,12 +63,12 @@ def test_a_module_trains_as_eager_does(fuse, device):
 
 def test_gradients_and_hooks(fuse, device):
     x = torch.randn(4, 10, device=device, requires_grad=True)
-    seen = []
+    same, seen = x.detach().clone().requires_grad_(), []
     x.register_hook(seen.append)
     fuse(lambda x: x.softmax(-1).square().sum())(x).backward()
-    (expected,) = torch.autograd.grad(x.softmax(-1).square().sum(), x)
-    assert_close(x.grad, expected)
-    assert len(seen) == 1
+    same.softmax(-1).square().sum().backward()
+    assert_close(x.grad, same.grad)
+    assert_close(seen, [same.grad])
 
 
 def test_views_and_in_place_changes_stay_what_they_are(fuse, device):
@@ -100,12 +100,16 @@ def test_explain_counts_bytes(fuse, device):
 
 
 def test_dtypes_casts_and_reductions(fuse, device):
-    def f(x, index, mask):
-        h = x.to(torch.bfloat16) * 2
+    def f(x, index, mask, half=torch.bfloat16):
+        h = x.to(half) * 2
         return h.float().var(-1), h[index].amax(0), x.masked_fill(mask, -1.0).argmax(-1), mask.any(), x.to(torch.int8) // 3
 
     args = (torch.randn(6, 9, device=device) * 4, torch.tensor([0, 5, 5], device=device), torch.rand(6, 9, device=device) > 0.5)
-    assert_close(fuse(f)(*args), f(*args))
+    (variance, largest, *rest), (exact, exact_largest, *_) = fuse(f)(*args), f(*args, torch.float32)
+    assert_close(variance, exact)  # a fused chain stays float32 where eager rounds to bfloat16 in its middle
+    assert_close(largest, exact_largest.bfloat16())
+    assert_close(rest, list(f(*args)[2:]))
+    assert_close(fuse(f, numerics="eager")(*args), f(*args))
 
 
 def test_dropout_and_autocast(fuse, device):

@@ -21,7 +21,7 @@ from .size import product
 
 MAX_BUFFERS = 48  # arguments of one kernel
 FEW_ROWS = 32  # below this many programs a long row must not drag its pointwise neighbours into its few programs
-LONG_ROW = 16384
+LONG_ROW = 8192
 NEIGHBOURS = 12  # how many siblings of one buffer are tried with each other
 
 
@@ -360,10 +360,9 @@ def _check(a: Cluster, b: Cluster, merged: Cluster, buffers: dict[str, Buffer]) 
     if len(merged.reads.keys() | merged.writes.keys()) > MAX_BUFFERS:
         raise Refused(f"more than {MAX_BUFFERS} buffers in one kernel")
     rows, columns = product(merged.parallel), product(merged.reduce)
-    if bool(a.reduce) != bool(b.reduce) and rows < FEW_ROWS and columns > LONG_ROW:  # type: ignore[operator]
-        flat = b if a.reduce else a
-        if product(flat.parallel) * (product(flat.reduce) if flat.reduce else 1) != rows and any(_spans(s, len(merged.parallel)) for s in flat.stores):  # type: ignore[operator]
-            raise Refused(f"only {rows} rows of {columns}: one program a row would leave the device idle")
+    flat = [c for c in (a, b) if not any(isinstance(n, Reduce) for n in c.order)]
+    if len(flat) == 1 and rows < FEW_ROWS and columns >= LONG_ROW and any(_spans(s, len(merged.parallel)) for s in flat[0].stores):  # type: ignore[operator]
+        raise Refused(f"only {rows} rows of {columns}: one program a row would leave the device idle")
     for store in merged.stores:
         target = buffers[store.buffer].written_to
         for node in merged.reads.get(target, ()) if target else ():

@@ -275,8 +275,9 @@ def as_ref(value: Expr, buffers: dict[str, Buffer]) -> Ref | None:
     if not isinstance(value, Load) or value.index or value.mask is not None or value.layout.strides is None:
         return None
     buffer = buffers[value.buffer]
+    name = buffer.written_to or buffer.name  # the result of an in-place change is the input that it changed
     if value.layout == buffer.layout:
-        return Ref(buffer.name)
+        return Ref(name)
     offset = value.layout.offset
     if any(s < 0 for s in value.layout.strides) or offset < 0:  # type: ignore[operator]
         return None
@@ -286,7 +287,7 @@ def as_ref(value: Expr, buffers: dict[str, Buffer]) -> Ref | None:
     for d in reversed(range(len(shape))):
         if shape[d] == 1:
             strides[d] = strides[d + 1] * shape[d + 1] if d + 1 < len(shape) else 1
-    return Ref(buffer.name, shape, tuple(strides), offset)  # type: ignore[arg-type]
+    return Ref(name, shape, tuple(strides), offset)  # type: ignore[arg-type]
 
 
 def refs(tree: Any) -> list[Ref]:

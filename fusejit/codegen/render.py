@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -189,6 +190,11 @@ class _Writer:
                 return variable if len(axes) == 1 else f"{variable}{axes.index(number)}"
         raise KeyError(number)
 
+    def some_axis(self, layouts: Iterable[Layout]) -> str:
+        """Return an index variable along which one of the layouts runs; "0" if none does."""
+        runs = (a for lay in layouts for a, stride in enumerate(lay.strides or ()) if stride != 0)
+        return next((self.axis(a) for a in runs), "0")
+
     def offset(self, layout: Layout) -> str:
         terms = []
         for number, stride in enumerate(layout.strides or ()):
@@ -315,8 +321,10 @@ class _Tape:
     def _load(self, node: Load) -> str:
         offset = self._place(node.layout, node.index)
         extra = self.text(node.mask) if node.mask is not None else ""
-        leaves = [n.layout for e in (*(i for i, _ in node.index), *((node.mask,) if node.mask is not None else ())) for n in postorder([e]) if isinstance(n, (Load, Iota))]
-        mask = self.writer.mask([node.layout, *leaves], extra)
+        along, tested = _layouts(e for e, _ in node.index), _layouts([node.mask] if node.mask is not None else [])
+        mask = self.writer.mask([node.layout, *along, *tested], extra)
+        if tested and not any(any(lay.strides or ()) for lay in (node.layout, *along)):
+            offset += f" + 0 * {self.writer.some_axis(tested)}"  # one element, masked by a tile: Triton wants a tile of pointers
         more = (f", {mask}" if mask else "") + (f", other={node.fill}" if node.mask is not None else "")
         value = f"tl.load({self.writer.pointers[node.buffer]} + ({offset}){more})"
         value = STORAGE[node.dtype].load.format(value)
@@ -396,6 +404,10 @@ class _Tape:
         value = STORAGE[store.dtype].store.format(self.text(store.value))
         mask = writer.mask([store.layout], columns=columns)
         return [f"tl.store({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ''})"]
+
+
+def _layouts(roots: Iterable[Expr]) -> list[Layout]:
+    return [n.layout for n in postorder(roots) if isinstance(n, (Load, Iota))]
 
 
 def _identities(node: Reduce) -> list[str]:

@@ -117,7 +117,7 @@ def _other_axis(cluster: Cluster) -> int | None:
     return None
 
 
-def _columns(cluster: Cluster) -> bool:
+def column_reduction(cluster: Cluster) -> bool:
     """Whether memory runs along the parallel axes: a column reduction."""
     split, axes = len(cluster.parallel), cluster.axes
     votes = 0
@@ -131,7 +131,7 @@ def _persistent(cluster: Cluster) -> bool:
     if not cluster.reduce:
         return False
     columns = product(cluster.reduce)
-    if _columns(cluster):
+    if column_reduction(cluster):
         return columns <= 64  # type: ignore[operator]
     return power_of_two(columns) * max(1, cluster.held) <= MAX_ROW  # type: ignore[operator, arg-type]
 
@@ -155,9 +155,9 @@ def _tile_pointwise_2d(cluster: Cluster) -> Schedule:
 
 def _tile_persistent(cluster: Cluster) -> Schedule:
     rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))  # type: ignore[arg-type]
-    across = max(1, 2048 // columns) if not _columns(cluster) else max(8, min(64, 4096 // columns))
+    across = max(1, 2048 // columns) if not column_reduction(cluster) else max(8, min(64, 4096 // columns))
     across = min(across, power_of_two(rows))  # type: ignore[arg-type]
-    while across > 1 and rows // across < FILL and not _columns(cluster):  # type: ignore[operator]
+    while across > 1 and rows // across < FILL and not column_reduction(cluster):  # type: ignore[operator]
         across //= 2
     tile = across * columns
     live = max(1, len({n.buffer for n in full_loads(cluster)}))
@@ -167,7 +167,7 @@ def _tile_persistent(cluster: Cluster) -> Schedule:
 
 def _tile_looped(cluster: Cluster) -> Schedule:
     rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))  # type: ignore[arg-type]
-    if _columns(cluster):
+    if column_reduction(cluster):
         across = min(32, power_of_two(rows))  # type: ignore[arg-type]
         while across > 8 and rows // across < FILL // 2:  # type: ignore[operator]
             across //= 2  # 8 columns are the 32 bytes that memory hands out at once
