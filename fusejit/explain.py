@@ -173,9 +173,8 @@ def _bytes_minimum(graph: torch.fx.GraphModule | None, *programs: Program | None
 
 
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    return [v for v in value if isinstance(v, torch.Tensor)] if isinstance(value, (tuple, list)) else ()
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]  # others have no strides to count by
 
 
 def _size(value: torch.Tensor) -> int:

@@ -13,12 +13,12 @@ ROOT = Path(__file__).parent.parent / "fusejit"
 ORDER = [
     *("errors", "config"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
-    *("codegen/simplify", "codegen/views", "codegen/realize", "codegen/lower", "codegen/fuse", "codegen/schedule", "codegen/render", "codegen/plan"),
-    *("codegen/program", "templates/"),
+    *("codegen/simplify", "codegen/views", "codegen/realize", "codegen/lower", "codegen/rules", "codegen/fuse", "codegen/schedule"),
+    *("codegen/split", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
-    *("runtime/", "runtime/twins", "runtime/maths", "runtime/device", "runtime/workers", "runtime/launch", "runtime/eager"),
-    *("compile", "explain", "specialise", "jit", "blocks", "bench", "cli", "__main__"),
+    *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device", "runtime/workers", "runtime/launch", "runtime/eager"),
+    *("compile", "specialise", "explain", "jit", "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 
 FILES = sorted(ROOT.rglob("*.py"))

@@ -134,14 +134,13 @@ def close(got, wanted, exact) -> str:
 
 
 def is_random(call, tensors) -> bool:
-    """Two eager calls differ, once the seeds that some samples set themselves are taken from them."""
-    results = []
-    for seed in (1, 2):
+    """Some eager calls differ, once the seeds that some samples set themselves are taken from them."""
+    results = set()
+    for seed in range(4):  # two calls of an op with few outcomes may agree
         torch.manual_seed(seed)
         with mock.patch.object(torch, "manual_seed"):
-            results.append(outputs_of(call, fresh(tensors)))
-    one, two = results
-    return any(str(a.detach().tolist()) != str(b.detach().tolist()) for a, b in zip(one, two, strict=True) if a.layout == torch.strided)
+            results.add(str([o.detach().tolist() for o in outputs_of(call, fresh(tensors)) if o.layout == torch.strided]))
+    return len(results) > 1
 
 
 def check(name, op, sample, fuse, tally) -> None:

@@ -192,12 +192,8 @@ def build(
     core, views = split_views(graph)
     core, constants = lift_constants(core)
     stack = contextlib.ExitStack()
-    with (
-        stack,
-        capture_quietly(),
-        torch.inference_mode(False),
-        torch.set_grad_enabled(torch.is_grad_enabled() and not torch.is_inference_mode_enabled()),
-    ):
+    grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()  # before inference_mode(False), which switches gradients on
+    with stack, capture_quietly(), torch.inference_mode(False), torch.set_grad_enabled(grad):
         given = fake_inputs([*inputs, *constants])
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(given[0].fake_mode)) if given else contextlib.nullcontext())  # type: ignore[attr-defined]
         joint = aot_export_joint_with_descriptors(

@@ -63,13 +63,22 @@ def key_of(leaves: list[Any]) -> tuple:
     if len(tensors) > 1 and len({id(tensor) for tensor in tensors}) != len(tensors):
         first: dict[int, int] = {}
         pattern = tuple([first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)])
-    entries = [
-        (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else value_key(leaf)
-        for leaf in leaves
-    ]
+    try:
+        entries = [
+            (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else value_key(leaf)
+            for leaf in leaves
+        ]
+    except RuntimeError:  # a sparse tensor has no strides
+        entries = [sparse_key(leaf) if isinstance(leaf, Tensor) else value_key(leaf) for leaf in leaves]
     return (pattern, *entries)
+
+
+def sparse_key(leaf: Tensor) -> tuple:
+    """One entry of the key for a tensor that may have no strides."""
+    strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+    return (type(leaf), leaf.dtype, leaf.shape, strides, leaf.device, leaf.requires_grad)
 
 
 def state_key() -> tuple:

@@ -225,21 +225,26 @@ class Lowering:
 
     def extern(self, node: Node) -> Value:
         """Call the op through torch."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            raise Unsupported(str(node.target), "no graph of ATen ops can hold it", line_of(node))
-        args, kwargs = torch.fx.node.map_arg((tuple(node.args), dict(node.kwargs)), self.ref)  # type: ignore[misc]
-        fake, line = node.meta.get("val"), line_of(node)
+        target, given, options, fake, line = node.target, tuple(node.args), dict(node.kwargs), node.meta.get("val"), line_of(node)
+        token: tuple[Value, ...] = ()
+        if target is torch.ops.higher_order.with_effects:  # an op with an effect, kept in its place by a token that it takes and returns
+            token, target, given, fake = (self.values[given[0]],), given[1], given[2:], tuple(fake)[1 : 1 + len(given[1]._schema.returns)]  # type: ignore[index, assignment, union-attr]
+        if not isinstance(target, torch._ops.OpOverload):
+            raise Unsupported(str(target), "no graph of ATen ops can hold it", line)
+        args, kwargs = torch.fx.node.map_arg((given, options), self.ref)  # type: ignore[misc]
         leaves = [fake] if isinstance(fake, torch.Tensor) else list(fake) if isinstance(fake, (tuple, list)) else []
-        if not any(isinstance(v, torch.Tensor) for v in leaves):
-            raise Unsupported(str(node.target), f"its result ({type(fake).__name__}) is no tensor", line)
+        if not token and not any(isinstance(v, torch.Tensor) for v in leaves):
+            raise Unsupported(str(target), f"its result ({type(fake).__name__}) is no tensor", line)
+        if sparse := next((v.layout for v in leaves if isinstance(v, torch.Tensor) and v.layout is not torch.strided), None):
+            raise Unsupported(str(target), f"its result has layout {sparse}: only strided tensors are compiled", line)
         # numbers among the results were traced as constants: their readers already hold them
         made = [self.taken(v) if isinstance(v, torch.Tensor) else None for v in leaves]
         several = not isinstance(fake, torch.Tensor)
-        pins = any(a.alias_info is not None for a in node.target._schema.arguments)
-        self.steps.append(Extern(str(node.target), args, tuple(kwargs.items()), tuple(b and b.name for b in made), several, line, pins))  # type: ignore[arg-type]
+        pins = any(a.alias_info is not None for a in target._schema.arguments)
+        self.steps.append(Extern(str(target), args, tuple(kwargs.items()), tuple(b and b.name for b in made), several, line, pins))  # type: ignore[arg-type]
         self.owned.add(node)
         values = tuple(None if b is None else self.whole(b) for b in made)
-        return values if several else values[0]
+        return (*token, *values) if several else values[0]
 
     def taken(self, fake: torch.Tensor) -> Buffer:
         """Make the buffer that an extern call returns, with whatever strides torch gives it."""

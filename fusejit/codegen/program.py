@@ -100,8 +100,8 @@ class Program:
     def _extern(self, step: Extern) -> list[str]:
         arguments = [self._text(a) for a in step.args] + [f"{k}={self._text(v)}" for k, v in step.kwargs]
         outputs = [o or "_" for o in step.outputs]
-        left = f"{', '.join(outputs)}, " if step.several else outputs[0]
-        lines = [f"{left} = torch.ops.{step.target}({', '.join(arguments)})" + (f"  # {step.line}" if step.line else "")]
+        left = "" if not outputs else f"{', '.join(outputs)}, = " if step.several else f"{outputs[0]} = "
+        lines = [f"{left}torch.ops.{step.target}({', '.join(arguments)})" + (f"  # {step.line}" if step.line else "")]
         for name in (o for o in step.outputs if o):
             buffer = self.buffers[name]
             if buffer.strides and 0 not in buffer.shape:

@@ -203,7 +203,7 @@ def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[i
     checked = {d: compute("checked_index", cast(e, INDEX), const(old[d], INDEX), dtype=INDEX) for d, e in places.items()}
     change = Affine(shape, tuple((0, ((kept[d], 1),)) if d in kept else (0, ()) for d in range(len(old))))
     value = low.values[source]
-    if not isinstance(value, Load):
+    if not isinstance(value, Load) or value.index or value.mask is not None:
         value = low.store(value, source.meta["val"], source, "indexed by data")
     layout: Layout = value.layout
     if any(len(layout.dims[d]) > 1 for d in places):
@@ -212,7 +212,7 @@ def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[i
     (moved,) = view([value], change)
     assert isinstance(moved, Load)
     index = (*moved.index, *((e, layout.dims[d][0].stride) for d, e in checked.items()))
-    return load(moved.buffer, moved.layout, moved.dtype, index, moved.mask, moved.fill)
+    return load(moved.buffer, moved.layout, moved.dtype, index)
 
 
 def _index(low: Lowering, node: Node) -> Expr:
@@ -242,8 +242,6 @@ def _index(low: Lowering, node: Node) -> Expr:
 def _gather(low: Lowering, node: Node) -> Expr:
     source, dim, index = node.args[:3]
     rank = source.meta["val"].dim()  # type: ignore[union-attr]
-    if not rank:
-        return low.values[source]  # type: ignore[index]
     dim = dim % rank  # type: ignore[operator]
     kept = {d: d for d in range(rank) if d != dim}
     return _gathered(low, source, {dim: low.values[index]}, kept, tuple(node.meta["val"].shape))  # type: ignore[arg-type, index]
@@ -392,6 +390,20 @@ def _select_scatter(low: Lowering, node: Node) -> Expr:
     return _put(low, node, target, value, own, dim, index)
 
 
+def _diagonal_scatter(low: Lowering, node: Node) -> Expr:
+    """Row r of the diagonal lies at (r, r + offset): there stands element r of `source`, counted from the first row that it has."""
+    target, source, *rest = node.args
+    given = {"offset": 0, "dim1": 0, "dim2": 1} | dict(zip(("offset", "dim1", "dim2"), rest, strict=False)) | dict(node.kwargs)
+    out = node.meta["val"]
+    shape, offset, rows, columns = tuple(out.shape), given["offset"], given["dim1"] % out.dim(), given["dim2"] % out.dim()
+    others = [d for d in range(len(shape)) if d not in (rows, columns)]
+    at = compute("add", place(shape, rows), const(offset, INDEX), dtype=INDEX)
+    here = compute("eq", at, place(shape, columns), dtype=torch.bool)
+    change = Affine(shape, (*((0, ((d, 1),)) for d in others), (min(offset, 0), ((rows, 1),))))
+    (moved,) = view([cast(low.values[source], out.dtype)], change)  # type: ignore[index]
+    return compute("where", here, masked(moved, here), low.values[target], dtype=out.dtype)  # type: ignore[index]
+
+
 def _put(low: Lowering, node: Node, target: Any, value: Expr, own: Sequence[int], dim: int, start: int) -> Expr:
     """Return `target` with `value` in its place from `start` on along `dim`."""
     dtype, shape = node.meta["val"].dtype, tuple(node.meta["val"].shape)
@@ -458,6 +470,7 @@ RULES: dict[str, Rule] = {
     "index.Tensor": _index, "_unsafe_index.Tensor": _index, "gather.default": _gather, "index_select.default": _index_select,
     "embedding.default": _embedding, "cat.default": _cat, "constant_pad_nd.default": _pad, "roll.default": _roll,
     "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "copy_.default": _copy_,
+    "diagonal_scatter.default": _diagonal_scatter,
     "scatter.value": _scatter, "scatter.src": _scatter, "split_with_sizes.default": _split, "split.Tensor": _split,
 }  # fmt: skip
 for _op, _overloads in {"sum": "default dim_IntList", "prod": "default dim_int", "any": "default dim dims", "all": "default dim dims"}.items():
@@ -475,7 +488,7 @@ CHECKS |= {
     "cat.default": _tensors_small,
     "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,  # type: ignore[arg-type]
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,
-    "gather.default": lambda n: n.meta["val"].numel() > 0,
+    "gather.default": lambda n: n.args[0].meta["val"].dim() > 0 and n.meta["val"].numel() > 0,  # type: ignore[union-attr]
     "index_select.default": lambda n: n.args[0].meta["val"].dim() > 0 and n.meta["val"].numel() > 0,  # type: ignore[union-attr]
     "index.Tensor": lambda n: n.meta["val"].numel() > 0 and all(i is None or i.meta["val"].dtype in (torch.int64, torch.int32) for i in n.args[1]),  # type: ignore[union-attr]
     "_unsafe_index.Tensor": lambda n: CHECKS["index.Tensor"](n),
