@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,12 +31,12 @@ from typing import Any, TextIO
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .blocks import BLOCKS, Block
-from .specialise import compile_for
 from .errors import FusejitError
+from .explain import Report
 from .jit import jit
+from .specialise import compile_for
 
 H100_COPY = 3.0e12  # bytes a second that a device copy reads and writes on an H100
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any current GPU
@@ -44,7 +45,10 @@ PASSES = ("forward", "both")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One block in one pass. Times in microseconds; None: this machine cannot tell. `bytes_*` leave out the calls both sides share."""
+    """One block in one pass. Times in microseconds; None: this machine cannot tell.
+
+    `kernels*` and `bytes_*` leave out the `calls` that both sides make alike; `bytes_minimum` and `gb_s` are None where there are any.
+    """
 
     block: str
     pass_: str
@@ -52,10 +56,10 @@ class Row:
     dtype: str
     kernels_eager: int
     kernels: int
-    externs: int
+    calls: int
     bytes_eager: int
     bytes_fused: int
-    bytes_minimum: int
+    bytes_minimum: int | None
     error: float
     error_eager: float
     right: bool
@@ -74,7 +78,7 @@ class Row:
     @property
     def gb_s(self) -> float | None:
         """The bytes that have to move, over the measured time."""
-        return self.bytes_minimum / self.us / 1e3 if self.us and self.measured else None
+        return self.bytes_minimum / self.us / 1e3 if self.us and self.measured and self.bytes_minimum else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,37 +156,11 @@ def difference(got: Tensor, wanted: Tensor) -> float:
     return float((got.detach().double() - wanted.detach()).abs().nan_to_num().max()) / (largest or 1.0) if wanted.numel() else 0.0
 
 
-class EagerKernels(TorchDispatchMode):
-    """Counts the ATen calls that launch something, and apart from them those that stay calls when fused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shares_memory = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not shares_memory and func._schema.name not in _SILENT:
-            self.launches += 1
-        return func(*args, **(kwargs or {}))
-
-
-_SILENT = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach")}
-
-
-def eager_kernels(block: Block, pass_: str) -> int:
-    """ATen calls of one eager call at the real shape that run a kernel at least once (views and allocations do not)."""
-    args = tuple(a.to("meta").requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in block.make(block.real, "meta"))
-    with EagerKernels() as counter:
-        if pass_ == "forward":
-            with torch.no_grad():
-                block.fn(*args)
-        else:
-            outputs = block.fn(*args)
-            before = counter.launches
-            given = [torch.empty_like(o) for o in tensors(outputs) if o.requires_grad]
-            counter.launches = before
-            gradients(outputs, args, given)
-    return counter.launches
+def shared(report: Report) -> tuple[int, int]:
+    """Count the calls that eager and the fused program make alike (matmuls, attention), and the bytes that they move."""
+    calls = Counter(call.target for call in report.externs) & Counter(name for name, _ in report.eager)
+    moved = {name: sorted((size for op, size in report.eager if op == name), reverse=True) for name in calls}
+    return calls.total(), sum(sum(moved[name][:count]) for name, count in calls.items())
 
 
 # ------------------------------------------------------------------------------------------------------------------------ one row
@@ -195,22 +173,23 @@ def row(block: Block, pass_: str, copy: float | None) -> Row:
         args = block.make(block.real, "cuda") if copy else block.make_untouched(block.real)
         report = jit(block.fn, backend="triton" if copy else "interpret", name=block.name).explain(*args)
         compiled = {} if copy else _compiled(block, args)
-    times = _timed(block, args, pass_) if copy else (report.bytes_eager / H100_COPY * 1e6, report.bytes_fused / H100_COPY * 1e6)
+    calls, moved = shared(report)
+    eager, fused = report.bytes_eager - moved, report.bytes_fused - moved
+    times = _timed(block, args, pass_) if copy else (eager / H100_COPY * 1e6, fused / H100_COPY * 1e6)
     del args
     backend, device = ("triton", "cuda") if copy else ("interpret", "cpu")
     error, error_eager, right = errors(block, pass_, backend=backend, device=device)
-    calls = len(report.externs)
     return Row(
         block=block.name,
         pass_=pass_,
         shape=block.real,
         dtype=str(block.dtype).removeprefix("torch."),
-        kernels_eager=eager_kernels(block, pass_) - calls,
-        kernels=report.launches,
-        externs=calls,
-        bytes_eager=report.bytes_eager,
-        bytes_fused=report.bytes_fused,
-        bytes_minimum=report.bytes_minimum,
+        kernels_eager=len(report.eager) - calls,
+        kernels=report.launches + len(report.externs) - calls,
+        calls=calls,
+        bytes_eager=eager,
+        bytes_fused=fused,
+        bytes_minimum=None if calls else report.bytes_minimum,
         error=error,
         error_eager=error_eager,
         right=right,
@@ -387,7 +366,7 @@ _COMMON: tuple[tuple[str, Callable[[Row, Result], str]], ...] = (
 _ERROR: tuple[tuple[str, Callable[[Row, Result], str]], ...] = (("error (eager's)", lambda r, _: f"{r.error:.1e} ({r.error_eager:.1e})"),)
 _PREDICTED = (
     *_COMMON,
-    ("least MB", lambda r, _: _mb(r.bytes_minimum)),
+    ("least MB", lambda r, _: _mb(r.bytes_minimum) if r.bytes_minimum else "-"),
     ("H100 roofline us", lambda r, _: f"{r.us_eager:.1f} -> {r.us:.1f}"),
     ("ratio", lambda r, _: f"{r.ratio:.2f}x" if r.ratio else "-"),
     ("compile ms", lambda r, _: f"{r.compile_ms:.0f}"),

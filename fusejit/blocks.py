@@ -36,7 +36,8 @@ class Block:
         axes: what the numbers of `real` and `small` mean.
         dtype: of the activations in measurements.
         grad: forward and backward together are measured too.
-        reference: `(outputs, *arguments) -> outputs` in the dtype of the arguments, for a block whose result depends on random numbers.
+        reference: `(outputs, *arguments) -> outputs` in the dtype of the arguments, for a block whose result depends on random numbers;
+            `outputs` are followed by the gradients where there are any.
     """
 
     name: str
@@ -160,10 +161,10 @@ def dropout_residual_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bia
 def _dropout_reference(
     outputs: Sequence[Tensor], x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, p: float
 ) -> tuple[Tensor, Tensor]:
-    """The same with the mask that `outputs` shows: an element was kept if the stream moved at least half of its way."""
+    """The same with the mask that `outputs` shows: where x has a gradient, or else where the stream moved at least half of its way."""
     moved = (outputs[1].detach() - residual.detach()).to(x.dtype)
-    kept = (moved / x.detach() * (1 - p) > 0.5).to(x.dtype)
-    stream = residual + x * kept / (1 - p)
+    kept = outputs[2] != 0 if len(outputs) > 2 else moved / x.detach() * (1 - p) > 0.5
+    stream = residual + x * kept.to(x.dtype) / (1 - p)
     return F.layer_norm(stream, stream.shape[-1:], weight, bias), stream
 
 

@@ -72,7 +72,8 @@ def compile_graph(
     rendered = tuple(k for k in kernels if k is not None)
     program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, device, rendered, clock.spent)
     note("source", program.source)
-    clock("kernels", _compiled(program, options))
+    _compile_kernels(program, options)
+    clock("kernels", None)
     return program
 
 
@@ -89,7 +90,7 @@ def _kernels(fused: Lowered, options: Options) -> list[Kernel | None]:
     return result
 
 
-def _compiled(program: Program, options: Options) -> None:
+def _compile_kernels(program: Program, options: Options) -> None:
     """Compile the program's kernels: for a named target without launching, or for this process's device."""
     unique = list({k.name: k for k in program.kernels}.values())
     if options.target:

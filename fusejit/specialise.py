@@ -23,7 +23,7 @@ from . import config
 from .capture import tree
 from .capture.effects import Effect
 from .capture.guards import Guards, memory_pattern
-from .capture.trace import Captured, capture
+from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
 from .runtime.eager import eager
 
@@ -68,6 +68,7 @@ class Specialisation:
         lifted: the guards' check: leaves to lifted tensors, or None.
         backend: what runs it; record: stage name to value; compile_ms: milliseconds by stage.
         forward: the forward Program, or None; fallbacks, effects: see there.
+        differentiable: for each input of the graph, whether it requires grad.
     """
 
     backend: str
@@ -82,6 +83,7 @@ class Specialisation:
     captured: Captured | None = None
     guards: Guards | None = None
     pins: Any = None
+    differentiable: tuple[bool, ...] = ()
 
     @property
     def backward(self) -> Any:
@@ -108,6 +110,7 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
         resolve(settings, tensors), guards.lifted, captured=captured, guards=guards, pins=(receiver, leaves_without_tensors(leaves))
     )
     found.effects = list(captured.effects)
+    found.differentiable = tuple(tensor.requires_grad for tensor in tensors)
     found.record["capture"] = captured.graph
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
     positions, unflatten = captured.positions, result_builder(captured)
@@ -211,6 +214,8 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
 
 def fail_compile(found: Specialisation, error: Exception, settings: Settings) -> None:
     """Record a failed compilation, or raise it where the user wants no fallback."""
+    if type(error).__name__ in DATA_DEPENDENT:  # a gradient or a decomposition can depend on values where the function does not
+        error = explain_error(error)  # type: ignore[assignment]
     if isinstance(error, Unsupported):
         fallback = Fallback(error.op, error.reason, error.line)
     else:

@@ -15,6 +15,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--opinfo", choices=("ci", "all"), default="ci", help="torch's op database: the subset of CI, or all")
+    parser.addoption("--opinfo-dtype", default="float32", help="the dtype of its samples")
     parser.addoption("--update-golden", action="store_true", help="rewrite the committed kernels under tests/golden")
 
 

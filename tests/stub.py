@@ -54,7 +54,7 @@ def install(monkeypatch: Any) -> list[Program]:
         return made[-1]
 
     module = types.ModuleType("fusejit.compile")
-    module.Options, module.compile_graph = Options, compile_graph
+    module.Options, module.compile_graph, module.dump = Options, compile_graph, lambda stage, value: None
     monkeypatch.setitem(sys.modules, "fusejit.compile", module)
     monkeypatch.setattr(fusejit, "compile", module, raising=False)
     monkeypatch.setattr(decompose, "table", core_aten_decompositions)

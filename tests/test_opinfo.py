@@ -1,7 +1,7 @@
 """Nobody else's code: torch's own database of ops and sample arguments, forward and backward, fused against eager.
 
 In CI a fixed part of it; `pytest tests/test_opinfo.py --opinfo=all` runs up to eight float32 samples of every op and rewrites
-`opinfo_summary.md`. A sample passes if its outputs and gradients are eager's up to rounding, or no farther from float64 than twice
+`opinfo_summary.md`; `--opinfo-dtype=bfloat16` takes another dtype, for the elementwise ops and reductions. A sample passes if its outputs and gradients are eager's up to rounding, or no farther from float64 than twice
 eager's distance, and if whatever was not fused has a reason. Ops whose eager result differs from one call to the next are compared in
 shape and dtype only; which those are is found by calling them twice.
 """
@@ -28,6 +28,7 @@ CATEGORIES = {UnaryUfuncInfo: "elementwise", BinaryUfuncInfo: "elementwise", Red
 SAMPLES = {"all": 8, "ci": 1}
 CI_OTHERS = 4  # CI runs every elementwise op and reduction, and one in so many of the others
 FUSED_SHARE = 0.6
+TOLERANCES = {torch.float64: 1e-11, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # beyond it, float64 decides
 
 # Results that nothing defines: memory that was never written.
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "resize_as_"}
@@ -44,16 +45,21 @@ class Tally:
 
 
 TALLIES: dict[tuple[str, str], Tally] = {}
-OPS = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db if torch.float32 in op.dtypes}
+OPS = {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
 
 
 def category(op) -> str:
     return next((name for kind, name in CATEGORIES.items() if isinstance(op, kind)), "other")
 
 
+def dtype_of(config: pytest.Config) -> torch.dtype:
+    return getattr(torch, config.getoption("--opinfo-dtype"))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        names = sorted(OPS)
+        dtype = dtype_of(metafunc.config)
+        names = sorted(name for name, op in OPS.items() if dtype in op.dtypes and (dtype is torch.float32 or category(op) != "other"))
         if metafunc.config.getoption("--opinfo") == "ci":
             others = [name for name in names if category(OPS[name]) == "other"][::CI_OTHERS]
             names = [name for name in names if category(OPS[name]) != "other" or name in others]
@@ -82,8 +88,8 @@ def call_of(op, sample):
 
 
 def fresh(tensors, dtype=None):
-    """Copies that share nothing, in `dtype` where they are float32; what lies around a view in memory, and requires_grad, are kept."""
-    return [copied(t, dtype if dtype and t.dtype == torch.float32 else t.dtype).requires_grad_(t.requires_grad) for t in tensors]
+    """Copies that share nothing, in `dtype` where they are real floats; what lies around a view in memory, and requires_grad, are kept."""
+    return [copied(t, dtype if dtype and t.is_floating_point() else t.dtype).requires_grad_(t.requires_grad) for t in tensors]
 
 
 def copied(tensor, dtype):
@@ -117,7 +123,8 @@ def close(got, wanted, exact) -> str:
         return f"{got.dtype} {tuple(got.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
     got, wanted = got.detach(), wanted.detach()
     try:
-        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5, equal_nan=True)
+        tolerance = TOLERANCES.get(got.dtype, 2e-5)
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
         return ""
     except AssertionError as error:
         if exact is None or not got.is_floating_point() or exact.shape != got.shape:
@@ -207,7 +214,9 @@ def test_op(name: str, fuse, device, request) -> None:
         pytest.skip("torch's jiterator compiles for CUDA only")
     count = SAMPLES[request.config.getoption("--opinfo")]
     tally = TALLIES.setdefault((category(op), name), Tally())
-    for sample in itertools.islice(op.sample_inputs(device, torch.float32, requires_grad=op.supports_autograd), count):
+    dtype = dtype_of(request.config)
+    requires_grad = op.supports_autograd and dtype.is_floating_point
+    for sample in itertools.islice(op.sample_inputs(device, dtype, requires_grad=requires_grad), count):
         check(name, op, sample, fuse, tally)
 
 
@@ -215,7 +224,8 @@ def test_most_are_fused(request) -> None:
     """At least 60 % of the elementwise and reduction samples run as kernels alone; the whole database's table is written to a file."""
     mine = [tally for (kind, _), tally in TALLIES.items() if kind != "other"]
     samples, fused = sum(t.samples for t in mine), sum(t.fused for t in mine)
-    if request.config.getoption("--opinfo") == "all" and len(TALLIES) > 0.95 * len(OPS):
+    whole = request.config.getoption("--opinfo") == "all" and dtype_of(request.config) is torch.float32
+    if whole and len(TALLIES) > 0.95 * sum(torch.float32 in op.dtypes for op in OPS.values()):
         SUMMARY.write_text(summary())
     if samples < 100:
         pytest.skip("needs the samples of test_op in the same run")

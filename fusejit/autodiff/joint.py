@@ -245,7 +245,8 @@ def route(joint: Any, given: list[Tensor], compiler: Compiler) -> Built:
         return Built(outside_autocast(program), graphs, program, mutates=mutates)
     halves = partition(module, captured.updated_flat_args, state.fw_metadata.num_outputs)
     graphs |= {"forward": halves.forward, "backward": halves.backward}
-    requires_grad = [info.requires_grad_for_backward for info in state.fw_metadata.output_info]
+    # torch 2.11 has one name where later versions tell the user's requires_grad from the backward's
+    requires_grad = [getattr(info, "requires_grad_for_backward", info.requires_grad) for info in state.fw_metadata.output_info]
     program = compiler(halves.forward, placeholder_values(halves.forward), "forward")
     gradient = Differentiable(halves, program, compiler, requires_grad)
     return Built(gradient.apply, graphs, program, gradient, mutates=mutates)
@@ -262,8 +263,10 @@ def why_wrapped(joint: Any) -> str:
         return "an input that requires grad, or its shape, is changed in place"
     if any(info.output_type not in (OutputType.non_alias, OutputType.unsafe_view_alias) for info in metadata.output_info):
         return "a result shares memory with an input or with another result"
-    if metadata.num_intermediate_bases or metadata.tokens:
+    if metadata.num_intermediate_bases:
         return "results share memory"
+    if metadata.tokens or metadata.num_backward_tokens:
+        return "ops with effects keep their order"
     return "the graph switches gradients on or off for its caller" if metadata.grad_enabled_mutation is not None else ""
 
 

@@ -22,7 +22,9 @@ import sys
 import threading
 import types
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,15 +75,19 @@ class Effect:
         return f"{self.target} was {self.action}" + (f" at {self.line}" if self.line else "")
 
 
-def freeze(value: Any, depth: int = DEPTH) -> Any:
-    """Copy containers to the stated depth, so that a later change shows; everything else is kept as it is."""
+def freeze(value: Any, depth: int = DEPTH, before: Mapping[int, Any] = MappingProxyType({})) -> Any:
+    """Copy containers to the stated depth, so that a later change shows; everything else is kept as it is.
+
+    `before` gives, by id, the old contents of containers that have been changed since.
+    """
     if not depth or not isinstance(value, CONTAINERS):
         return value
+    value = before.get(id(value), value)
     if isinstance(value, dict):
-        return {key: freeze(item, depth - 1) for key, item in value.items()}
+        return {key: freeze(item, depth - 1, before) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
-    return [freeze(item, depth - 1) for item in value]
+    return [freeze(item, depth - 1, before) for item in value]
 
 
 @functools.cache
@@ -117,6 +123,7 @@ class Recorder:
         self.codes: set[types.CodeType] = set()
         self.watched: dict[int, Any] = {}
         self.snapshots: list[tuple[Any, Any, str]] = []
+        self.before: dict[int, Any] = {}
         self.cells: list[tuple[types.CellType, Any]] = []
         self.stores: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.patched: list[tuple[type, str, Any]] = []
@@ -216,14 +223,24 @@ class Recorder:
 
     def add(self, how: str, table: Any, name: str, value: Any, section: str = "") -> None:
         key = (id(table), section or how, name)
-        if key in self.reads:
+        if key in self.reads or self.written(how, table, name, value, section):
             return
-        read = self.reads[key] = Read(how, table, name, value, section, freeze(value))
+        read = self.reads[key] = Read(how, table, name, value, section, freeze(value, before=self.before))
         self.watched.setdefault(id(table), table)
         if isinstance(value, torch.Tensor):
             self.sources.setdefault(id(value), read)
         else:
             self.watch(value)
+
+    def written(self, how: str, table: Any, name: str, value: Any, section: str) -> bool:
+        """Whether the capture itself put this value there: it then follows from other reads, and says nothing of the next call."""
+        if how not in ("item", "absent", "entry"):
+            return False
+        holder = table[section] if section else table
+        now = MISSING if how == "absent" else value
+        _, _, stored = self.stores.get((id(holder), name), (None, "", now))
+        before = self.before.get(id(holder))
+        return stored is not now or isinstance(before, dict) and before.get(name, MISSING) is not now
 
     def note(self, obj: Any, name: str, value: Any) -> None:
         """Record that attribute `name` of `obj` was read."""
@@ -331,7 +348,7 @@ class Recorder:
 
     def watch_container(self, value: Any, depth: int) -> None:
         if isinstance(value, (list, dict, set, deque)):
-            self.snapshots.append((value, value.copy(), type(value).__name__))
+            self.keep(value, type(value).__name__)
         if depth and len(value) <= WIDTH:
             for item in value.values() if isinstance(value, dict) else value:
                 self.watch(item, depth - 1)
@@ -355,16 +372,22 @@ class Recorder:
                 for name, item in list(vars(value).items()):
                     self.add("item", vars(value), name, item)
 
+    def keep(self, holder: Any, owner: str) -> None:
+        """Copy a container the first time that it is met; a later copy would hold what the capture wrote."""
+        if id(holder) not in self.before:
+            self.before[id(holder)] = holder.copy()
+            self.snapshots.append((holder, self.before[id(holder)], owner))
+
     def snapshot_object(self, obj: Any) -> None:
         table = obj.__dict__
         if type(table) is not dict:
             return
-        self.snapshots.append((table, table.copy(), type(obj).__name__))
+        self.keep(table, type(obj).__name__)
         self.watched[id(table)] = table
         for name, value in table.items():
             if isinstance(value, (list, dict, set, deque)) and id(value) not in self.watched:
                 self.watched[id(value)] = value
-                self.snapshots.append((value, value.copy(), f"{type(obj).__name__}.{name}"))
+                self.keep(value, f"{type(obj).__name__}.{name}")
         if isinstance(obj, torch.nn.Module):
             for section in TABLES[:2]:
                 for name, tensor in table.get(section, {}).items():

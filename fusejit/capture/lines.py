@@ -5,7 +5,7 @@ In: a Python frame, an exception or an fx node. Out: a short text that names the
     >>> user_line(node)
     'model.py:12: y = f(x)'
 
-A line is the user's when its file belongs neither to torch, nor to fusejit, nor to Python itself. A library's module
+A line is the user's when its file belongs neither to torch, nor to fusejit (its blocks aside), nor to Python itself. A library's module
 (Hugging Face, timm) counts as the user's inside its `forward`; its small functions count only when no such frame is near.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 ROOTS = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+BLOCKS = ROOTS[1] + "blocks.py"  # the functions that `fusejit bench` measures are a user's
 STDLIB = tuple({os.path.join(sysconfig.get_paths()[key], "") for key in ("stdlib", "platstdlib")})
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 ENGINES = re.compile(r"[/\\\\](numpy|sympy|mpmath|networkx|triton|functorch|torchgen|typing_extensions\.py)([/\\\\]|$)")
@@ -35,7 +36,7 @@ def kind(filename: str) -> str:
     if filename.startswith("<"):
         return "torch" if filename.startswith("<frozen") else "user"
     if filename.startswith(ROOTS):
-        return "torch"
+        return "user" if filename == BLOCKS else "torch"
     if any(part in filename for part in LIBRARIES):
         return "torch" if ENGINES.search(filename) else "library"
     return "torch" if filename.startswith(STDLIB) else "user"

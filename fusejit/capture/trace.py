@@ -149,7 +149,7 @@ class Tracing(TorchFunctionMode):
         if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None):
             op, reason = REFUSED[func]
             raise Unsupported(op, f"{reason}; {WAY_OUT}", frame_line(frame))
-        if torch._C._functorch.maybe_current_level() is not None and not self.plain:
+        if torch._C._functorch.maybe_current_level() is not None and not self.plain and not keeps_count(func):
             raise Retrace
         fx_traceback.current_meta["stack_trace"] = frame_entry(frame)
         if torch.is_inference_mode_enabled() is not self.inference:
@@ -313,15 +313,26 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
     return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name)
 
 
+def keeps_count(func: Any) -> bool:
+    """Whether a function only enters or leaves a functorch transform: held back, its level would stay on torch's stack.
+
+    torch 2.11 shows these to torch function modes in every pre-dispatch trace, later versions only while exporting.
+    """
+    return getattr(func, "__module__", "") == "torch._functorch.predispatch" and func.__name__.endswith(("_nesting", "_dual_level"))
+
+
 @contextlib.contextmanager
 def capture_state() -> Iterator[None]:
-    """Trace outside inference mode (its tensors cannot be traced), keeping its absence of gradients; give autocast back."""
+    """Trace outside inference mode (its tensors cannot be traced), keeping its absence of gradients; leave functorch's levels as they were."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(grad and not inference):
             yield
     finally:
         torch._C._set_grad_enabled(grad)
+        if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> None:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -90,10 +90,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.flo
 
 def _intern(cls: type, dtype: torch.dtype, *fields: object) -> Expr:
     key = (cls, dtype, *(f if not isinstance(f, (bool, int, float)) else (type(f), repr(f)) for f in fields))
-    node = _INTERNED.get(key)
+    node: Any = _INTERNED.get(key)
     if node is None:
         node = _INTERNED[key] = cls(dtype, *fields)
-    return node  # type: ignore[return-value]
+    return node
 
 
 def const(value: bool | int | float, dtype: torch.dtype) -> Expr:
@@ -296,7 +296,8 @@ class Cluster:
     @cached_property
     def full(self) -> dict[Expr, bool]:
         """Whether each node varies along the reduce axes; the others are one value a row."""
-        split, found = len(self.parallel), {}
+        split = len(self.parallel)
+        found: dict[Expr, bool] = {}
         for node in self.order:
             runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[split:])
             found[node] = not isinstance(node, Reduce) and (runs or any(found[c] for c in children(node)))
@@ -310,8 +311,7 @@ class Cluster:
             for operand in children(node):
                 if not isinstance(node, Reduce):
                     reach[operand] = max(reach.get(operand, 0), self.levels[node])
-        read = {n for n in self.order if isinstance(n, (Load, Reduce, Random)) or any(c in reach and isinstance(c, Load) for c in children(n))}
-        kept = [n for n in self.order if self.full[n] and not isinstance(n, Iota) and (n in read or any(self.full[c] for c in children(n)))]
+        kept = [n for n in self.order if self.full[n] and not isinstance(n, Iota)]
         top = max(self.levels.values(), default=0)
         return max((sum(self.levels[n] <= level < reach.get(n, 0) for n in kept) for level in range(top)), default=0)
 
@@ -347,7 +347,7 @@ class Cluster:
                 n = self.axes[axis]
                 if n == 1:
                     continue
-                joined = previous is not None and all(s[previous] == s[axis] * n for s in strides if s)  # type: ignore[operator]
+                joined = previous is not None and all(s[previous] == s[axis] * n for s in strides if s)
                 if joined:
                     groups[-1] *= n
                 else:

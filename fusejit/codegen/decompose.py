@@ -39,8 +39,20 @@ def table() -> dict[torch._ops.OpOverload, Callable]:
 
     packets = [getattr(torch.ops.aten, name) for name in BROKEN_UP if hasattr(torch.ops.aten, name)]
     found = {**core_aten_decompositions(), **get_decompositions(packets)}
+    for op in (torch.ops.aten.bucketize.Tensor, torch.ops.aten.bucketize.Scalar):
+        if op in found:
+            found[op] = _unless_a_number(found[op])
     own = POINTWISE.keys() | REDUCTIONS.keys() | {"sum.default", "all.default", "any.default"}
     return {op: rule for op, rule in found.items() if short(op) not in own and short(op).split(".")[0] not in WHOLE}
+
+
+def _unless_a_number(rule: Callable) -> Callable:
+    """Keep an op whole where its operand is a scalar: torch's search through the boundaries then reads values while tracing."""
+
+    def decomposition(x: torch.Tensor, *args: object, **kwargs: object) -> object:
+        return rule(x, *args, **kwargs) if isinstance(x, torch.Tensor) and x.dim() else NotImplemented
+
+    return decomposition
 
 
 def short(op: object) -> str:

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .cluster import Cluster, Expr, Load, Reduce, Store, cast, compute, const, rewrite
-from .layout import permute
-from .lower import Buffer, Extern, Lowered
-from .realize import MAX_WEIGHT, footprint, weight
+from .layout import Affine, permute
+from .lower import Buffer, Extern, Lowered, refs
+from .realize import MAX_WEIGHT, weight
 from .size import product
 
 MAX_BUFFERS = 48  # arguments of one kernel
@@ -53,7 +53,7 @@ class _Fusing:
     def __init__(self, lowered: Lowered, reductions: bool) -> None:
         self.lowered, self.reductions = lowered, reductions
         self.steps: dict[int, Cluster | Extern] = dict(enumerate(lowered.steps))
-        self.kept = {ref.buffer for ref in _refs(lowered.outputs)} | {b.name for b in lowered.buffers.values() if b.written_to}
+        self.kept = {ref.buffer for ref in refs(lowered.outputs)} | {b.name for b in lowered.buffers.values() if b.written_to}
         self.kept |= {name for s in lowered.steps if isinstance(s, Extern) for name in s.reads}
         self.producer: dict[str, int] = {}
         self.readers: dict[str, set[int]] = {}
@@ -231,9 +231,7 @@ def _spaces(wide: Cluster, other: Cluster) -> tuple[Cluster, Cluster]:
     raise Refused(f"iteration spaces differ: {_space(wide)} and {_space(other)}")
 
 
-def _widen(parallel: tuple[int, ...], reduce: tuple[int, ...]):  # type: ignore[no-untyped-def]
-    from .layout import Affine
-
+def _widen(parallel: tuple[int, ...], reduce: tuple[int, ...]) -> Affine:
     return Affine((*parallel, *reduce), tuple((0, ((d, 1),)) for d in range(len(parallel))))
 
 
@@ -248,7 +246,7 @@ def _as_they_are(wide: Cluster, other: Cluster, a: Cluster, b: Cluster) -> tuple
 
 def _by_strides(wide: Cluster, other: Cluster, a: Cluster, b: Cluster) -> tuple[Cluster, Cluster]:
     """Sort the axes of both by their strides in the buffers that they share, rows before columns."""
-    shared = sorted(({*a.reads, *a.writes} & {*b.reads, *b.writes}))
+    shared = sorted({*a.reads, *a.writes} & {*b.reads, *b.writes})
     wide, other = _sorted(wide, shared, None), other
     if wide.reduce and not other.reduce:
         # an axis of the pointwise cluster is a column where everything that the reduction makes is constant along it
@@ -263,7 +261,7 @@ def _by_strides(wide: Cluster, other: Cluster, a: Cluster, b: Cluster) -> tuple[
 
 def _columns_by_reads(wide: Cluster, other: Cluster, shared: list[str]) -> list[int]:
     """Return the axes of `other` whose strides in shared buffers are those of the reduction's columns."""
-    theirs = {key for key in _keys(wide, shared)[len(wide.parallel) :]}
+    theirs = set(_keys(wide, shared)[len(wide.parallel) :])
     keys = _keys(other, shared)
     return [axis for axis in range(len(other.parallel)) if keys[axis] in theirs]
 
@@ -274,7 +272,7 @@ def _keys(cluster: Cluster, shared: Iterable[str]) -> list[tuple[int, ...]]:
     for name in shared:
         found = cluster.writes[name].layout if name in cluster.writes else cluster.reads[name][0].layout if name in cluster.reads else None
         layouts.append(found)
-    return [tuple(0 if lay is None or lay.strides is None else lay.strides[axis] for lay in layouts) for axis in range(len(cluster.axes))]  # type: ignore[misc]
+    return [tuple(0 if lay is None or lay.strides is None else lay.strides[axis] for lay in layouts) for axis in range(len(cluster.axes))]
 
 
 def _sorted(cluster: Cluster, shared: list[str], columns: list[int] | None) -> Cluster:
@@ -293,16 +291,16 @@ def _common(wide: Cluster, other: Cluster) -> tuple[Cluster, Cluster]:
     """Split the axes of both at each other's boundaries; the columns of `wide` divide the parallel axes of a pointwise `other`."""
     columns = product(wide.reduce)
     if wide.reduce and not other.reduce:
-        inner = _nest(wide.reduce, other.parallel, columns)  # type: ignore[arg-type]
-        outer = _nest(wide.parallel, _outer(other.parallel, columns), product(wide.parallel))  # type: ignore[arg-type]
+        inner = _nest(wide.reduce, other.parallel, columns)
+        outer = _nest(wide.parallel, _outer(other.parallel, columns), product(wide.parallel))
         return wide.reshape(outer, inner), _recut(other, outer, inner)
-    parallel = _nest(wide.parallel, other.parallel, product(wide.parallel))  # type: ignore[arg-type]
-    reduce = _nest(wide.reduce, other.reduce, columns)  # type: ignore[arg-type]
+    parallel = _nest(wide.parallel, other.parallel, product(wide.parallel))
+    reduce = _nest(wide.reduce, other.reduce, columns)
     return wide.reshape(parallel, reduce), other.reshape(parallel, reduce)
 
 
 def _recut(cluster: Cluster, parallel: tuple[int, ...], reduce: tuple[int, ...]) -> Cluster:
-    return cluster.reshape((*parallel, *reduce), ()).__class__(parallel, reduce, cluster.reshape((*parallel, *reduce), ()).stores, cluster.lines)
+    return Cluster(parallel, reduce, cluster.reshape((*parallel, *reduce), ()).stores, cluster.lines)
 
 
 def _outer(extents: tuple[int, ...], columns: int) -> tuple[int, ...]:
@@ -361,7 +359,7 @@ def _check(a: Cluster, b: Cluster, merged: Cluster, buffers: dict[str, Buffer]) 
         raise Refused(f"more than {MAX_BUFFERS} buffers in one kernel")
     rows, columns = product(merged.parallel), product(merged.reduce)
     flat = [c for c in (a, b) if not any(isinstance(n, Reduce) for n in c.order)]
-    if len(flat) == 1 and rows < FEW_ROWS and columns >= LONG_ROW and any(_spans(s, len(merged.parallel)) for s in flat[0].stores):  # type: ignore[operator]
+    if len(flat) == 1 and rows < FEW_ROWS and columns >= LONG_ROW and any(_spans(s, len(merged.parallel)) for s in flat[0].stores):
         raise Refused(f"only {rows} rows of {columns}: one program a row would leave the device idle")
     for store in merged.stores:
         target = buffers[store.buffer].written_to
@@ -389,14 +387,6 @@ def join(a: Cluster, b: Cluster) -> Cluster:
     return Cluster(a.parallel, a.reduce, stores, tuple(dict.fromkeys((*a.lines, *b.lines))))
 
 
-def _refs(tree: object) -> list:
-    from .lower import refs
-
-    return refs(tree)
-
-
 def _first_line(step: Cluster | Extern) -> str:
     return (step.line or step.target) if isinstance(step, Extern) else step.lines[-1] if step.lines else _space(step)
 
-
-__all__ = ["Unfused", "fuse", "Reduce", "footprint"]

@@ -53,7 +53,7 @@ class Layout:
         for c, dim in zip(coordinate, self.dims, strict=True):
             for mode in reversed(dim):
                 offset = offset + c % mode.extent * mode.stride
-                c //= mode.extent  # type: ignore[operator]
+                c //= mode.extent
         return offset
 
     def __str__(self) -> str:
@@ -186,8 +186,8 @@ def affine(layout: Layout, view: Affine) -> tuple[Layout, tuple[Computed, ...]]:
             rest += _computed(dim, _number(view.shape, base, terms))
     if any(strides[axis] != 0 for axis in whole):  # another dimension runs along the same axis: digits cannot be added to a stride
         clash = {a: d for a, d in whole.items() if strides[a] != 0}
-        for axis, digits in clash.items():
-            rest += _computed(digits, _number(view.shape, 0, ((axis, 1),)))
+        for axis, clashing in clash.items():
+            rest += _computed(clashing, _number(view.shape, 0, ((axis, 1),)))
             del whole[axis]
     dims = tuple(whole.get(d) or (Mode(n, 0 if n == 1 else strides[d]),) for d, n in enumerate(view.shape))
     return Layout(dims, offset), tuple(rest)
@@ -262,7 +262,9 @@ def _groups(digits: list[Mode], shape: Sequence[AnySize]) -> list[tuple[list[Mod
     groups: list[tuple[list[Mode], list[int]]] = []
     d = a = 0
     while d < len(digits) or a < len(shape):
-        left, right, count_left, count_right = [], [], 1, 1  # type: ignore[var-annotated]
+        left: list[Mode] = []
+        right: list[int] = []
+        count_left, count_right = 1, 1
         while not left or not right or count_left != count_right:
             grow_left = d < len(digits) and (not left or _smaller(count_left, count_right)) or a >= len(shape)
             if grow_left and d < len(digits):
@@ -322,7 +324,8 @@ def refine(layouts: Iterable[Layout], axis: int) -> tuple[AnySize, ...]:
         extent = inner
     parts: list[AnySize] = []
     last: AnySize = 1
-    for boundary in sorted((b for b in boundaries if b not in (1, extent)), key=lambda b: (isinstance(b, int), b if isinstance(b, int) else 0)):
+    inside = (b for b in boundaries if b not in (1, extent))
+    for boundary in sorted(inside, key=lambda b: (isinstance(b, int), b if isinstance(b, int) else 0)):
         part = divide(boundary, last)
         if part is not None and divide(extent, boundary) is not None:
             parts.append(part)

@@ -122,8 +122,21 @@ class Lowering:
         self.reasons[buffer.name] = reason
         if product(buffer.shape):
             value = Store(buffer.name, buffer.layout, cast(expr, like.dtype), like.dtype)
-            self.steps.append(Cluster.build(buffer.shape, (), [value], lines_of(node)))
+            self.steps.append(Cluster.build(buffer.shape, (), [value], self.lines(node)))
         return self.whole(buffer)
+
+    def lines(self, node: Node) -> tuple[str, ...]:
+        """Name the ops that a buffer's value takes, back to what is in memory already, each with the user's line; in the graph's order."""
+        found, waiting = {node}, [node]
+        while waiting:
+            for source in waiting.pop().all_input_nodes:
+                value = self.values.get(source)
+                in_memory = isinstance(value, Load) and not value.index and value.mask is None
+                if source not in found and source.op == "call_function" and not in_memory:
+                    found.add(source)
+                    waiting.append(source)
+        named = [n for n in sorted(found) if n is node or not (n.target is operator.getitem or short(n.target) in VIEWS)]
+        return tuple(dict.fromkeys(f"{short(n.target)}  {line_of(n)}".rstrip() for n in named))
 
     # -- operands ----------------------------------------------------------------------------------------------------------------------
     def expr(self, node: Node, shape: Sequence[int] | None = None) -> Expr:
@@ -319,17 +332,13 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 def line_of(node: Node) -> str:
     """Return the user's line that a node came from, as "file.py:12: code"."""
-    trace = node.meta.get("stack_trace") or ""
+    trace = (node.meta.get("stack_trace") or "").split("Gradient addition node")[0]  # torch's own words after the line
     entries = [e for e in trace.split('File "') if e.strip()]
     if not entries:
         return ""
     head, _, code = entries[-1].partition("\n")
     name, _, rest = head.partition('", line ')
     return f"{name.rsplit('/', 1)[-1]}:{rest.split(',')[0].strip()}: {code.strip().splitlines()[0] if code.strip() else ''}"
-
-
-def lines_of(node: Node) -> tuple[str, ...]:
-    return (f"{short(node.target)}  {line_of(node)}".rstrip(),)
 
 
 __all__ = ["Buffer", "Extern", "Lowered", "Lowering", "Ref", "base", "lower"]

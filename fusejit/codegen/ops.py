@@ -228,6 +228,7 @@ _ROWS: list[Op] = [
     _formula("addcdiv", "x, a, b, value=1.0: x + value * (a / b)"),
     _formula("lerp: Scalar Tensor", "a, end, weight: a + weight * (end - a) if abs(weight) < 0.5 else end - (end - a) * (1 - weight)"),
     _formula("heaviside", "x, v: v if x == 0 else (1 if x > 0 else 0)", "number", rule="promote"),
+    _formula("angle", "x: x if isnan(x) else (pi if x < 0 else 0)"),
     _formula("deg2rad", "x: x * (pi / 180)"),
     _formula("rad2deg", "x: x * (180 / pi)"),
     # rounding

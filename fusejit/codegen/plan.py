@@ -53,7 +53,7 @@ def plan(lowered: Lowered, kernels: Sequence[Kernel | None]) -> tuple[Step, ...]
     pinned = {name for s in lowered.steps if isinstance(s, Extern) and s.pins for name in (*s.reads, *(o for o in s.outputs if o))}
     last = _last_uses(lowered, kernels)
     live: set[str] = set(given)
-    made = {n for s, k in zip(lowered.steps, kernels, strict=True) for n in (s.outputs if isinstance(s, Extern) else k.arguments if k else ())}
+    made = {n for s in lowered.steps if isinstance(s, Extern) for n in s.outputs} | {n for k in kernels if k for n in k.arguments}
     empty = [b for b in buffers.values() if 0 in b.shape and b.name not in made | given]  # without elements: no kernel writes them
     steps: list[Step] = [Alloc(b) for b in empty]
     live |= {b.name for b in empty}

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import Graph, Node
 
-from .cluster import Compute, Expr, Iota, Load, Random, Reduce, postorder
+from .cluster import Compute, Expr, Load, Random, Reduce, postorder
 from .decompose import short
 from .ops import OPS
 from .size import product
@@ -40,7 +39,7 @@ def realize(graph: Graph, fused: set[Node]) -> dict[Node, str]:
 def base(node: Node) -> Node:
     """Return the node whose memory `node` shares: itself, or what its chain of views starts from."""
     while is_alias(node):
-        node = node.args[0]  # type: ignore[assignment]
+        (node,) = node.args[:1]  # type: ignore[assignment]
     return node
 
 
@@ -48,7 +47,7 @@ def is_alias(node: Node) -> bool:
     """Whether a node only looks at the memory of its first argument; a piece of a split does."""
     if node.op != "call_function":
         return False
-    piece = node.target is operator.getitem and short(node.args[0].target) in SPLITS  # type: ignore[union-attr]
+    piece = node.target is operator.getitem and any(short(n.target) in SPLITS for n in node.all_input_nodes)
     return piece or short(node.target) in ALIASES or short(node.target) in SPLITS
 
 
@@ -73,13 +72,9 @@ def worth_a_buffer(value: Expr, shape: tuple[int, ...], readers: int) -> str:
 
 def footprint(node: Load) -> int:
     """Return how many different elements a load reads (its axes of stride 0 read the same ones)."""
-    return product(mode.extent for dim in node.layout.dims for mode in dim if mode.stride != 0)  # type: ignore[return-value]
+    return product(mode.extent for dim in node.layout.dims for mode in dim if mode.stride != 0)
 
 
 def weight(nodes: list[Expr] | tuple[Expr, ...]) -> int:
     """Return the size of a kernel body: one per cheap op, more for special functions and random numbers."""
-    return sum(OPS[n.op].weight if isinstance(n, (Compute, Reduce)) else 8 * isinstance(n, Random) for n in nodes if not isinstance(n, Iota))
-
-
-def complex_free(*values: torch.Tensor) -> bool:
-    return not any(v.dtype.is_complex for v in values)
+    return sum(OPS[n.op].weight if isinstance(n, (Compute, Reduce)) else 8 * isinstance(n, Random) for n in nodes)

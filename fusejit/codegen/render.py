@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Random, Reduce, 
 from .layout import Layout, permute
 from .lower import Buffer
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
-from .schedule import Schedule, _other_axis
+from .schedule import Schedule, second_axis
 from .size import product
 
 INDEX_OPS = {"index_div", "index_mod"}
@@ -80,13 +80,13 @@ def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numeri
     arguments = tuple(dict.fromkeys((*reads, *writes)))
     writer = _Writer(cluster, tiles, buffers, names, numerics)
     fields = writer.write()
-    params = ", ".join(names[a] for a in arguments)
-    body = _template(tiles.template).render(name="NAME", params=params, **fields)
+    body = _template(tiles.template).render(name="NAME", params=", ".join(names[a] for a in arguments), **fields)
     name = f"{_kernel_name(cluster, tiles)}_{hashlib.sha256((body + repr(tiles)).encode()).hexdigest()[:8]}"
+    pointers = tuple(STORAGE[buffers[a].dtype].pointer for a in arguments)
     return Kernel(
-        name=name, template=tiles.template, source=body.replace("NAME", name, 1), params=tuple(STORAGE[buffers[a].dtype].pointer for a in arguments),
+        name=name, template=tiles.template, source=body.replace("NAME", name, 1), params=pointers,
         constants=tiles.blocks, grid=writer.grid(), num_warps=tiles.num_warps, num_stages=tiles.num_stages, debug=writer.asserts,
-        fp_fusion=numerics == "fast", arguments=arguments, ops=cluster.lines, bytes_read=bytes_read(cluster, buffers),
+        fp_fusion=numerics == "fast", arguments=arguments, ops=cluster.lines, bytes_read=sum(reads_of(cluster, buffers).values()),
         bytes_written=bytes_written(cluster, buffers), cluster=cluster, schedule=tiles,
     )  # fmt: skip
 
@@ -96,7 +96,8 @@ def _template(name: str) -> Any:
     import jinja2  # only when something is compiled
 
     loader = jinja2.PackageLoader("fusejit", "templates")
-    return jinja2.Environment(loader=loader, keep_trailing_newline=True, undefined=jinja2.StrictUndefined, autoescape=False).get_template(f"{name}.py.jinja")
+    environment = jinja2.Environment(loader=loader, keep_trailing_newline=True, undefined=jinja2.StrictUndefined, autoescape=False)
+    return environment.get_template(f"{name}.py.jinja")
 
 
 def _kernel_name(cluster: Cluster, tiles: Schedule) -> str:
@@ -106,7 +107,7 @@ def _kernel_name(cluster: Cluster, tiles: Schedule) -> str:
 
 
 def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
-    axis = _other_axis(cluster)
+    axis = second_axis(cluster)
     assert axis is not None
     rank = len(cluster.axes)
     new = [*(a for a in range(rank) if a not in (axis, rank - 1)), axis, rank - 1]
@@ -114,16 +115,13 @@ def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------------------------
-def bytes_read(cluster: Cluster, buffers: dict[str, Buffer]) -> int:
-    """Return the bytes that a launch has to read: every element that some load reaches, once."""
-    total = 0
+def reads_of(cluster: Cluster, buffers: dict[str, Buffer]) -> dict[str, int]:
+    """Return the bytes that a launch has to read of each buffer: every element that some load reaches, once."""
+    found = {}
     for name, loads in cluster.reads.items():
-        size = buffers[name].bytes
-        reach = 0
-        for node in {(n.layout, n.index): n for n in loads}.values():
-            reach += _reach(node, cluster.axes)
-        total += min(size, reach * buffers[name].dtype.itemsize)
-    return total
+        reach = sum(_reach(node, cluster.axes) for node in {(n.layout, n.index): n for n in loads}.values())
+        found[name] = min(buffers[name].bytes, reach * buffers[name].dtype.itemsize)
+    return found
 
 
 def bytes_written(cluster: Cluster, buffers: dict[str, Buffer]) -> int:
@@ -134,7 +132,7 @@ def _reach(access: Load | Store, axes: tuple[int, ...]) -> int:
     """Return how many elements an access touches: one for each coordinate of the axes that it, or its computed index, runs along."""
     found = [n.layout for e, _ in access.index for n in postorder([e]) if isinstance(n, (Load, Iota))]
     runs = [any((lay.strides or ())[a] for lay in (access.layout, *found)) for a in range(len(axes))]
-    return product(n for n, used in zip(axes, runs, strict=True) if used)  # type: ignore[return-value]
+    return product(n for n, used in zip(axes, runs, strict=True) if used)
 
 
 # -- the text --------------------------------------------------------------------------------------------------------------------------
@@ -147,9 +145,12 @@ class _Writer:
         self.split = len(cluster.parallel)
         self.asserts = False
         self.levels, self.full = cluster.levels, cluster.full
+        self.rows: dict[Expr, bool] = {}  # whether a value has a row for each row of the tile
+        for node in cluster.order:
+            runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[: self.split])
+            self.rows[node] = isinstance(node, Reduce) or runs or any(self.rows[c] for c in children(node))
         self.groups = self._groups()
-        largest = max([product(cluster.axes), *(b.bytes for b in (buffers[n] for n in names) if True)])  # type: ignore[type-var]
-        self.wide = largest >= 2**31  # type: ignore[operator]
+        self.wide = max([product(cluster.axes), *(buffers[n].bytes for n in names)]) >= 2**31  # bytes bound offsets, negative ones too
 
     def _groups(self) -> dict[str, list[int]]:
         """Return the axes behind each index variable."""
@@ -160,7 +161,7 @@ class _Writer:
 
     def grid(self) -> tuple[int, int, int]:
         sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
-        count = lambda v: -(-sizes[v] // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # type: ignore[operator] # noqa: E731
+        count = lambda v: -(-sizes[v] // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1 # noqa: E731
         y = count("y") if "y" in sizes else 1
         if y > 65535:
             raise Unsupported("a 2-D tile", f"{y} tiles along the second grid axis, 65535 at most")
@@ -182,7 +183,7 @@ class _Writer:
         return lines
 
     def masked(self, variable: str) -> bool:
-        return product(self.cluster.axes[a] for a in self.groups[variable]) % self.tiles[f"{variable.upper()}BLOCK"] != 0  # type: ignore[operator]
+        return product(self.cluster.axes[a] for a in self.groups[variable]) % self.tiles[f"{variable.upper()}BLOCK"] != 0
 
     def axis(self, number: int) -> str:
         for variable, axes in self.groups.items():
@@ -223,20 +224,17 @@ class _Writer:
         if self.tiles.template == "reduction_looped":
             return fields | {"passes": self.passes(), "extent": product(self.cluster.reduce), "rows": []}
         tape = _Tape(self)
-        lines = [line for node in self.needed() for line in tape.statement(node)]
+        lines = [line for node in self.cluster.order for line in tape.statement(node)]
         lines += [line for store in self.cluster.stores for line in tape.store(store)]
         return fields | {"rows": [lines]}
-
-    def needed(self) -> list[Expr]:
-        return list(self.cluster.order)
 
     def passes(self) -> list[dict[str, list[str]]]:
         """Return one pass over the row per level: what it accumulates and stores needs only reductions of the passes before."""
         top = max(self.levels.values(), default=0)
-        tape, result = _Tape(self), []
+        tape = _Tape(self)
+        result: list[dict[str, list[str]]] = []
         rows = [n for n in self.cluster.order if not self.full[n] and not isinstance(n, Reduce)]
         for level in range(top + 1):
-            last = level == top
             made = [n for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1]
             stores = [s for s in self.cluster.stores if self._stored_at(s, top) == level]
             head = [line for n in rows if self.levels[n] == level for line in tape.statement(n)]
@@ -253,8 +251,6 @@ class _Writer:
                 finish += end
             body += [line for s in wide for line in inner.store(s)]
             result.append({"rows": head + narrow, "start": start, "body": body if made or wide else [], "finish": finish})
-            if last:
-                break
         return result
 
     def _stored_at(self, store: Store, top: int) -> int:
@@ -270,8 +266,9 @@ class _Tape:
     """Names of the values computed so far; a tape inside a loop sees the names outside it."""
 
     def __init__(self, writer: _Writer, outside: _Tape | None = None) -> None:
-        self.writer, self.names = writer, dict(outside.names) if outside else {}
-        self.counter = outside.counter if outside else [0]
+        self.writer = writer
+        self.names: dict[Expr, str] = dict(outside.names) if outside else {}
+        self.counter: list[int] = outside.counter if outside else [0]
         self.narrow: set[Expr] = set(outside.narrow) if outside else set()
 
     def fresh(self) -> str:
@@ -337,8 +334,7 @@ class _Tape:
 
     def _compute(self, node: Compute) -> str:
         if node.op == "cast":
-            value = cast_spelling(node.args[0].dtype, node.dtype, implicit=not self.writer.exact).format(self.text(node.args[0]))
-            return value
+            return cast_spelling(node.args[0].dtype, node.dtype, implicit=not self.writer.exact).format(self.text(node.args[0]))
         row = OPS[node.op]
         small = node.op in INDEX_OPS | COMPARISONS and all(self._is_index(a) for a in node.args)
         if small:
@@ -368,14 +364,9 @@ class _Tape:
 
     def _tile(self, node: Expr) -> str:
         """Return a value as a whole tile, even if it is the same for all columns."""
-        if self.writer.full[node] and isinstance(node, (Load, Compute)) and len(self.writer.groups) and not self._thin(node):
+        if self.writer.full[node] and (self.writer.rows[node] or self.writer.tiles["XBLOCK"] == 1):
             return self.text(node)
         return f"tl.broadcast_to({self.text(node)}, [XBLOCK, RBLOCK])"
-
-    def _thin(self, node: Expr) -> bool:
-        """Whether a value may lack the rows: every leaf below it runs along the columns only."""
-        leaves = [n for n in postorder([node]) if isinstance(n, (Load, Iota, Reduce))]
-        return not any(isinstance(n, Reduce) or n.index or any((n.layout.strides or ())[: self.writer.split]) for n in leaves if not isinstance(n, Iota)) or all(isinstance(n, Iota) for n in leaves)
 
     def accumulate(self, node: Reduce, outside: _Tape) -> tuple[list[str], list[str], list[str]]:
         """Return the statements before, inside and after the loop that reduces a row."""
@@ -427,5 +418,3 @@ def _number(value: bool | int | float) -> str:
         return f'float("{value}")'
     return repr(value)
 
-
-__all__ = ["Kernel", "render", "replace"]

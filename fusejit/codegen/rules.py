@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .cluster import Cluster, Expr, Iota, Load, Store, cast, compute, const, iota, load, random, reduction, rewrite, view
+from .cluster import Cluster, Expr, Iota, Load, Store, cast, compute, const, iota, leaves, load, random, reduction, rewrite, view
 from .decompose import short
 from .formulas import HALF
-from .layout import Affine, Layout, Reshape, contiguous, permute, slice_, strided
-from .lower import CHECKS, Extern, Lowering, Ref, Rule, lines_of
+from .layout import Affine, Reshape, apply, contiguous, permute, slice_, strided
+from .lower import CHECKS, Extern, Lowering, Ref, Rule
 from .ops import DTYPES, OPS
 from .size import product
 
@@ -50,7 +50,7 @@ def reduce_to_buffer(low: Lowering, node: Node, x: Expr, dims: Sequence[int], op
             value, inner, rows = const(0, dtype) if place else view([x], Reshape(outer))[0], (), contiguous(outer)
         else:
             value = reduction(op, *args, dtype=dtype)
-        low.steps.append(Cluster.build(outer, inner, [Store(buffer.name, rows, value, dtype)], lines_of(node)))
+        low.steps.append(Cluster.build(outer, inner, [Store(buffer.name, rows, value, dtype)], low.lines(node)))
     return low.whole(buffer)
 
 
@@ -203,16 +203,35 @@ def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[i
     checked = {d: compute("checked_index", cast(e, INDEX), const(old[d], INDEX), dtype=INDEX) for d, e in places.items()}
     change = Affine(shape, tuple((0, ((kept[d], 1),)) if d in kept else (0, ()) for d in range(len(old))))
     value = low.values[source]
-    if not isinstance(value, Load) or value.index or value.mask is not None:
+    if not _follows(value, places) or (not isinstance(value, Load) and product(shape) > product(old)):
         value = low.store(value, source.meta["val"], source, "indexed by data")
-    layout: Layout = value.layout
-    if any(len(layout.dims[d]) > 1 for d in places):
-        value = low.store(value, source.meta["val"], source, "indexed by data along a dimension of several strides")
-        layout = value.layout
-    (moved,) = view([value], change)
-    assert isinstance(moved, Load)
-    index = (*moved.index, *((e, layout.dims[d][0].stride) for d, e in checked.items()))
-    return load(moved.buffer, moved.layout, moved.dtype, index)
+
+    def visit(leaf: Expr) -> Expr:
+        """Let a leaf of the source stand at the data-dependent coordinates."""
+        if not isinstance(leaf, (Load, Iota)):
+            return leaf
+        layout, rest = apply(leaf.layout, change)
+        assert not rest
+        terms = tuple((e, leaf.layout.dims[d][0].stride) for d, e in checked.items() if leaf.layout.dims[d][0].stride != 0)
+        if isinstance(leaf, Load):
+            return load(leaf.buffer, layout, leaf.dtype, terms)
+        number = iota(layout, leaf.dtype)
+        for e, stride in terms:
+            scaled = compute("mul", cast(e, leaf.dtype), const(stride, leaf.dtype), dtype=leaf.dtype)
+            number = compute("add", number, scaled, dtype=leaf.dtype)
+        return number
+
+    return rewrite([value], visit)[0]
+
+
+def _follows(value: Expr, places: dict[int, Expr]) -> bool:
+    """Whether every leaf of an expression has one stride along each gathered dimension, and no computed coordinate of its own."""
+    for leaf in leaves([value]):
+        if any(len(leaf.layout.dims[d]) > 1 for d in places):
+            return False
+        if isinstance(leaf, Load) and (leaf.index or leaf.mask is not None):
+            return False
+    return True
 
 
 def _index(low: Lowering, node: Node) -> Expr:
@@ -271,6 +290,25 @@ def _scatter(low: Lowering, node: Node) -> Expr:
     here = compute("eq", place(shape, dim), wrapped, dtype=torch.bool)
     value = cast(low.expr(source, shape), dtype) if isinstance(source, Node) else const(source, dtype)  # type: ignore[arg-type]
     return compute("where", here, value, low.values[target], dtype=dtype)  # type: ignore[index]
+
+
+def _index_put(low: Lowering, node: Node) -> Expr:
+    """x[mask] = number."""
+    target, (mask,), value = node.args[:3]  # type: ignore[misc]
+    out = node.meta["val"]
+    shape = tuple(out.shape)
+    change = Affine(shape, tuple((0, ((d, 1),)) for d in range(mask.meta["val"].dim())))
+    (where,) = view([low.values[mask]], change)
+    return compute("where", where, cast(low.expr(value, shape), out.dtype), low.values[target], dtype=out.dtype)  # type: ignore[arg-type, index]
+
+
+def _one_number_by_mask(node: Node) -> bool:
+    indices, value = node.args[1:3]
+    more = node.kwargs.get("accumulate") or (len(node.args) > 3 and node.args[3])
+    if more or len(indices) != 1 or indices[0] is None or value.meta["val"].dim():  # type: ignore[arg-type, index, union-attr]
+        return False
+    mask = indices[0].meta["val"]  # type: ignore[index, union-attr]
+    return mask.dtype is torch.bool and mask.dim() > 0 and node.meta["val"].numel() > 0
 
 
 def _one_write_a_line(node: Node) -> bool:
@@ -422,7 +460,7 @@ def _copy_(low: Lowering, node: Node) -> Expr:
     made = low.buffer(buffer.shape, buffer.strides, buffer.dtype, buffer.device, written_to=buffer.name)
     low.reasons[made.name] = "an in-place change of an input"
     if product(buffer.shape):
-        low.steps.append(Cluster.build(buffer.shape, (), [Store(made.name, made.layout, value, buffer.dtype)], lines_of(node)))
+        low.steps.append(Cluster.build(buffer.shape, (), [Store(made.name, made.layout, value, buffer.dtype)], low.lines(node)))
     low.owned.add(node)
     return low.whole(made)
 
@@ -464,14 +502,18 @@ RULES: dict[str, Rule] = {
     "full.default": _full(lambda n: n.args[1]), "full_like.default": _full(lambda n: n.args[1]), "scalar_tensor.default": _full(lambda n: n.args[0]),
     "zeros.default": _full(lambda n: 0), "ones.default": _full(lambda n: 1), "zeros_like.default": _full(lambda n: 0),
     "ones_like.default": _full(lambda n: 1), "empty.memory_format": _full(lambda n: 0), "empty_strided.default": _full(lambda n: 0),
+    "empty_permuted.default": _full(lambda n: 0), "empty_like.default": _full(lambda n: 0), "new_empty.default": _full(lambda n: 0),
+    "new_empty_strided.default": _full(lambda n: 0),
     "new_zeros.default": _full(lambda n: 0), "new_ones.default": _full(lambda n: 1), "new_full.default": _full(lambda n: n.args[2]),
     "arange.start_step": _arange, "arange.start": _arange, "arange.default": _arange, "prims.iota.default": _prims_iota,
     "rand.default": _random("rand"), "randn.default": _random("randn"), "rand_like.default": _random("rand"), "randn_like.default": _random("randn"),
     "index.Tensor": _index, "_unsafe_index.Tensor": _index, "gather.default": _gather, "index_select.default": _index_select,
     "embedding.default": _embedding, "cat.default": _cat, "constant_pad_nd.default": _pad, "roll.default": _roll,
     "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "copy_.default": _copy_,
+    "copy.default": lambda low, n: cast(low.expr(n.args[1], n.meta["val"].shape), n.meta["val"].dtype),  # type: ignore[arg-type]
     "diagonal_scatter.default": _diagonal_scatter,
-    "scatter.value": _scatter, "scatter.src": _scatter, "split_with_sizes.default": _split, "split.Tensor": _split,
+    "index_put.default": _index_put, "scatter.value": _scatter, "scatter.src": _scatter,
+    "split_with_sizes.default": _split, "split.Tensor": _split,
 }  # fmt: skip
 for _op, _overloads in {"sum": "default dim_IntList", "prod": "default dim_int", "any": "default dim dims", "all": "default dim dims"}.items():
     for _name in _overloads.split():
@@ -484,7 +526,7 @@ CHECKS |= {
     if name.split(".")[0] in ("mean", "var", "var_mean", "max", "min", "sum", "prod", "any", "all", "amax", "amin", "argmax", "argmin")
 }
 CHECKS |= {
-    "scatter.value": _one_write_a_line, "scatter.src": _one_write_a_line,
+    "index_put.default": _one_number_by_mask, "scatter.value": _one_write_a_line, "scatter.src": _one_write_a_line,
     "cat.default": _tensors_small,
     "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,  # type: ignore[arg-type]
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,

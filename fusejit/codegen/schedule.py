@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .cluster import Cluster, Load
 from .layout import permute
@@ -73,16 +74,16 @@ def _traffic(cluster: Cluster, axis: int) -> tuple[float, ...]:
     return (dense, steps)
 
 
-def _accesses(cluster: Cluster) -> list[tuple[tuple[int, ...], int, int]]:
+def _accesses(cluster: Cluster) -> list[tuple[Any, int, int]]:
     """Return (strides, bytes, weight) of each load and store; the largest store decides ties."""
     found = [(n.layout.strides, footprint(n) * n.dtype.itemsize, 2) for n in cluster.order if isinstance(n, Load)]
     for s in cluster.stores:
         size = product(n for n, stride in zip(cluster.axes, s.layout.strides or (), strict=False) if stride != 0)
-        found.append((s.layout.strides, size * s.dtype.itemsize, 3))  # type: ignore[operator]
-    return found  # type: ignore[return-value]
+        found.append((s.layout.strides, size * s.dtype.itemsize, 3))
+    return found
 
 
-def fast_axis(strides: tuple[int, ...] | None, axes: tuple[int, ...]) -> int | None:
+def fast_axis(strides: Any, axes: tuple[int, ...]) -> int | None:
     return next((a for a, s in enumerate(strides or ()) if s == 1 and axes[a] > 1), None)
 
 
@@ -99,21 +100,22 @@ def _pointwise(cluster: Cluster) -> bool:
 
 def _two_fast_axes(cluster: Cluster) -> bool:
     """Two operands of some size run fastest along different axes, both long enough for a tile."""
-    return not cluster.reduce and _other_axis(cluster) is not None
+    return not cluster.reduce and second_axis(cluster) is not None
 
 
-def _other_axis(cluster: Cluster) -> int | None:
+def second_axis(cluster: Cluster) -> int | None:
     """Return the axis, other than the innermost, along which an operand of the whole size has stride 1."""
     axes = cluster.axes
     last, total = len(axes) - 1, product(axes)
     if last < 1 or axes[last] < 16:
         return None
-    operands = [n.layout.strides for n in cluster.order if isinstance(n, Load) and not n.index] + [s.layout.strides for s in cluster.stores]
+    operands: list[Any] = [n.layout.strides for n in cluster.order if isinstance(n, Load) and not n.index]
+    operands += [s.layout.strides for s in cluster.stores]
     for strides in operands:
-        axis = fast_axis(strides, axes)  # type: ignore[arg-type]
-        if axis is not None and axis != last and axes[axis] >= 16 and strides[last] not in (0, 1):  # type: ignore[index]
-            if product(n for n, s in zip(axes, strides, strict=True) if s != 0) == total:  # type: ignore[arg-type]
-                return axis
+        axis = fast_axis(strides, axes)
+        whole = strides is not None and product(n for n, s in zip(axes, strides, strict=True) if s != 0) == total
+        if whole and axis not in (None, last) and axes[axis] >= 16 and strides[last] not in (0, 1):
+            return axis
     return None
 
 
@@ -122,7 +124,7 @@ def column_reduction(cluster: Cluster) -> bool:
     split, axes = len(cluster.parallel), cluster.axes
     votes = 0
     for node in full_loads(cluster):
-        axis = fast_axis(node.layout.strides, axes)  # type: ignore[arg-type]
+        axis = fast_axis(node.layout.strides, axes)
         votes += 0 if axis is None else (footprint(node) if axis < split else -footprint(node))
     return votes > 0
 
@@ -132,8 +134,8 @@ def _persistent(cluster: Cluster) -> bool:
         return False
     columns = product(cluster.reduce)
     if column_reduction(cluster):
-        return columns <= 64  # type: ignore[operator]
-    return power_of_two(columns) * max(1, cluster.held) <= MAX_ROW  # type: ignore[operator, arg-type]
+        return columns <= 64
+    return power_of_two(columns) * max(1, cluster.held) <= MAX_ROW
 
 
 # -- tiles -----------------------------------------------------------------------------------------------------------------------------
@@ -144,8 +146,8 @@ def power_of_two(n: int) -> int:
 def _tile_pointwise(cluster: Cluster) -> Schedule:
     size = product(cluster.axes)
     buffers = len(cluster.reads) + len(cluster.writes)
-    block = 1024 if size >= FILL * 1024 and buffers <= 8 else 512 if size >= FILL * 512 else 256  # type: ignore[operator]
-    block = min(block, power_of_two(size))  # type: ignore[arg-type]
+    block = 1024 if size >= FILL * 1024 and buffers <= 8 else 512 if size >= FILL * 512 else 256
+    block = min(block, power_of_two(size))
     return Schedule("pointwise", (("XBLOCK", block),), max(1, block // 256))
 
 
@@ -154,10 +156,10 @@ def _tile_pointwise_2d(cluster: Cluster) -> Schedule:
 
 
 def _tile_persistent(cluster: Cluster) -> Schedule:
-    rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))  # type: ignore[arg-type]
+    rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
     across = max(1, 2048 // columns) if not column_reduction(cluster) else max(8, min(64, 4096 // columns))
-    across = min(across, power_of_two(rows))  # type: ignore[arg-type]
-    while across > 1 and rows // across < FILL and not column_reduction(cluster):  # type: ignore[operator]
+    across = min(across, power_of_two(rows))
+    while across > 1 and rows // across < FILL and not column_reduction(cluster):
         across //= 2
     tile = across * columns
     live = max(1, len({n.buffer for n in full_loads(cluster)}))
@@ -166,10 +168,10 @@ def _tile_persistent(cluster: Cluster) -> Schedule:
 
 
 def _tile_looped(cluster: Cluster) -> Schedule:
-    rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))  # type: ignore[arg-type]
+    rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
     if column_reduction(cluster):
-        across = min(32, power_of_two(rows))  # type: ignore[arg-type]
-        while across > 8 and rows // across < FILL // 2:  # type: ignore[operator]
+        across = min(32, power_of_two(rows))
+        while across > 8 and rows // across < FILL // 2:
             across //= 2  # 8 columns are the 32 bytes that memory hands out at once
         return Schedule("reduction_looped", (("XBLOCK", across), ("RBLOCK", min(columns, 2048 // across))), 8)
     block = 4096 if len(full_loads(cluster)) <= 3 else 2048

@@ -9,11 +9,12 @@ In: integers and symbols. Out: `Size` values, or plain `int`s wherever no symbol
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Monomial: TypeAlias = tuple[str, ...]
-AnySize: TypeAlias = "int | Size"
+AnySize: TypeAlias = Any  # int | Size: what holds no symbol stays an int, and ints are most of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ def symbol(name: str) -> Size:
 def atom(function: str, *args: AnySize) -> AnySize:
     """Return `function(args)` as a size: an integer where all arguments are, an opaque atom computed on the host otherwise."""
     if all(isinstance(a, int) for a in args):
-        return {"floordiv": int.__floordiv__, "mod": int.__mod__, "max": max, "min": min}[function](*args)  # type: ignore[operator]
+        operation: Any = {"floordiv": int.__floordiv__, "mod": int.__mod__, "max": max, "min": min}[function]
+        return operation(*args)
     return symbol(f"{function}({', '.join(map(str, args))})")
 
 
@@ -95,10 +97,10 @@ def evaluate(size: AnySize, values: dict[str, int]) -> int:
     return total
 
 
-def product(sizes: object) -> AnySize:
+def product(sizes: Iterable[AnySize]) -> AnySize:
     """Return the product of an iterable of sizes (1 when empty)."""
     result: AnySize = 1
-    for size in sizes:  # type: ignore[attr-defined]
+    for size in sizes:
         result = result * size
     return result
 

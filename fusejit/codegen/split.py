@@ -17,16 +17,17 @@ from .schedule import FILL, column_reduction
 from .size import product
 
 ENOUGH = FILL // 4  # programs below which splitting pays for a second launch
-LONG = {True: 2048, False: 8192}  # elements a result, from which it pays: {column reduction: rows, row reduction: columns}
+LONG = {True: 2048, False: 16384}  # elements a result, from which it pays: {column reduction: rows, row reduction: columns}
 SPLITTABLE = {"sum", "prod", "amax", "amin", "any", "all"}
 
 
 def split(lowered: Lowered) -> Lowered:
     """Return the program with every reduction split that has too few programs for its length."""
-    buffers, steps = dict(lowered.buffers), []
+    buffers = dict(lowered.buffers)
+    steps: list[Cluster | Extern] = []
     for step in lowered.steps:
-        pieces = 0 if isinstance(step, Extern) else _pieces(step)
-        steps += [step] if pieces < 2 else _two_steps(step, pieces, buffers)  # type: ignore[arg-type]
+        pieces = _pieces(step) if isinstance(step, Cluster) else 0
+        steps += _two_steps(step, pieces, buffers) if isinstance(step, Cluster) and pieces > 1 else [step]
     return replace(lowered, buffers=buffers, steps=tuple(steps))
 
 
@@ -39,27 +40,27 @@ def _pieces(cluster: Cluster) -> int:
     if any(any((s.layout.strides or ())[len(cluster.parallel) :]) or s.index or cluster.full[s.value] for s in cluster.stores):
         return 0  # a result as long as the row keeps the row in one program
     upright = column_reduction(cluster)
-    programs = rows // 8 if upright else rows  # type: ignore[operator]
-    if programs >= ENOUGH or columns < LONG[upright]:  # type: ignore[operator]
+    programs = rows // 8 if upright else rows
+    if programs >= ENOUGH or columns < LONG[upright]:
         return 0
-    wanted = min(FILL // max(1, programs), columns // (LONG[upright] // 8))  # type: ignore[operator]
-    return max((d for d in range(1, wanted + 1) if columns % d == 0), default=1)  # type: ignore[operator]
+    wanted = min(FILL // max(1, programs), columns // (LONG[upright] // 8))
+    return max((d for d in range(1, wanted + 1) if columns % d == 0), default=1)
 
 
 def _two_steps(cluster: Cluster, pieces: int, buffers: dict[str, Buffer]) -> list[Cluster]:
     rows, columns = product(cluster.parallel), product(cluster.reduce)
     # after build, an axis that the cut crosses is split wherever every operand allows it and computed elsewhere
-    wide = cluster.reshape(cluster.parallel, (pieces, columns // pieces))  # type: ignore[operator]
+    wide = cluster.reshape(cluster.parallel, (pieces, columns // pieces))
     device = next(buffers[s.buffer].device for s in cluster.stores)
     partial: dict[Expr, tuple[Buffer, Reduce]] = {}
     for node in wide.order:
         if isinstance(node, Reduce):
-            buffer = Buffer(f"b{len(buffers)}", (pieces, rows), (rows, 1), node.dtype, device)  # type: ignore[arg-type]
+            buffer = Buffer(f"b{len(buffers)}", (pieces, rows), (rows, 1), node.dtype, device)
             buffers[buffer.name] = buffer
             partial[node] = buffer, node
     at = strided(
         (*wide.parallel, *wide.reduce),
-        [*(contiguous(wide.parallel).strides or ()), rows, 0],  # type: ignore[list-item]
+        [*(contiguous(wide.parallel).strides or ()), rows, 0],
     )
     first = [Store(b.name, at, node, node.dtype) for b, node in partial.values()]
     one = Cluster.build((*wide.parallel, pieces), wide.reduce[1:], first, cluster.lines)

@@ -21,7 +21,7 @@ Views = tuple[View, ...]
 def _reshape(shape: Shape, new: Sequence[int]) -> Views:
     total = product(shape)
     known = product(n for n in new if n != -1)
-    return (Reshape(tuple(total // known if n == -1 else n for n in new)),)  # type: ignore[operator]
+    return (Reshape(tuple(total // known if n == -1 else n for n in new)),)
 
 
 def _permute(shape: Shape, order: Sequence[int]) -> Views:
@@ -86,7 +86,8 @@ def _repeat(shape: Shape, repeats: Sequence[int]) -> Views:
     full = (1,) * lead + shape
     pairs = tuple(n for r, s in zip(repeats, full, strict=True) for n in (1, s))
     wide = tuple(n for r, s in zip(repeats, full, strict=True) for n in (r, s))
-    return (Reshape(pairs), layout.expand(pairs, wide), Reshape(tuple(r * s for r, s in zip(repeats, full, strict=True))))
+    final = tuple(r * s for r, s in zip(repeats, full, strict=True))
+    return (Reshape(pairs), layout.expand(pairs, wide), Reshape(final))
 
 
 def _same(shape: Shape, *_: object, **__: object) -> Views:
@@ -108,6 +109,7 @@ COPIES: dict[str, Callable[..., Views]] = {
     "slice_copy.Tensor": _slice, "select_copy.int": _select, "transpose_copy.int": _transpose, "unsqueeze_copy.default": _unsqueeze,
     "diagonal_copy.default": _diagonal, "detach_copy.default": _same, "_reshape_copy.default": _reshape, "alias_copy.default": _same,
     "squeeze_copy.dims": _squeeze, "squeeze_copy.dim": _squeeze, "squeeze_copy.default": _squeeze,
+    "narrow_copy.default": _narrow,
 }  # fmt: skip
 VIEWS = {**ALIASES, **COPIES}
 # Views that come several at a time.
