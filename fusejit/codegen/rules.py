@@ -451,6 +451,19 @@ def _put(low: Lowering, node: Node, target: Any, value: Expr, own: Sequence[int]
     return moved if test is None else compute("where", test, moved, low.values[target], dtype=dtype)
 
 
+def _as_strided(low: Lowering, node: Node) -> Expr:
+    """See a contiguous value's elements, counted in row-major order, through other sizes and strides."""
+    source, size, strides, *offset = node.args
+    flat = source.meta["val"].numel()  # type: ignore[union-attr]
+    whole = Affine(tuple(size), ((offset[0] or 0 if offset else 0, tuple(enumerate(strides))),))  # type: ignore[arg-type]
+    return view(view([low.values[source]], Reshape((flat,))), whole)[0]  # type: ignore[index]
+
+
+def _is_contiguous(node: Node) -> bool:
+    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return source.is_contiguous() and not source.storage_offset() and source.numel() > 0 and node.meta["val"].numel() > 0
+
+
 # -- in-place results ------------------------------------------------------------------------------------------------------------------
 def _copy_(low: Lowering, node: Node) -> Expr:
     """Write back what the graph changed: a store into the input's own memory, after its last reader."""
@@ -513,7 +526,7 @@ RULES: dict[str, Rule] = {
     "copy.default": lambda low, n: cast(low.expr(n.args[1], n.meta["val"].shape), n.meta["val"].dtype),  # type: ignore[arg-type]
     "diagonal_scatter.default": _diagonal_scatter,
     "index_put.default": _index_put, "scatter.value": _scatter, "scatter.src": _scatter,
-    "split_with_sizes.default": _split, "split.Tensor": _split,
+    "split_with_sizes.default": _split, "split.Tensor": _split, "as_strided.default": _as_strided,
 }  # fmt: skip
 for _op, _overloads in {"sum": "default dim_IntList", "prod": "default dim_int", "any": "default dim dims", "all": "default dim dims"}.items():
     for _name in _overloads.split():
@@ -527,7 +540,7 @@ CHECKS |= {
 }
 CHECKS |= {
     "index_put.default": _one_number_by_mask, "scatter.value": _one_write_a_line, "scatter.src": _one_write_a_line,
-    "cat.default": _tensors_small,
+    "cat.default": _tensors_small, "as_strided.default": _is_contiguous,
     "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,  # type: ignore[arg-type]
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,
     "gather.default": lambda n: n.args[0].meta["val"].dim() > 0 and n.meta["val"].numel() > 0,  # type: ignore[union-attr]
