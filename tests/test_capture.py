@@ -12,6 +12,8 @@ from front import check, leaf
 
 from fusejit import jit
 from fusejit.capture.lines import user_line
+from fusejit.capture.trace import capture
+from fusejit.errors import Unsupported
 
 
 @pytest.fixture(params=["eager", "interpret"])
@@ -192,6 +194,48 @@ def test_vmap(backend):
     torch.testing.assert_close(j(x), torch.vmap(lambda r: r * r.sum())(x))
     j2 = jit(lambda x: x.sin(), backend=backend)
     torch.testing.assert_close(torch.func.grad(lambda x: j2(x).sum())(x), x.cos())
+
+
+def raises_inside(x):
+    def row(r):
+        raise ZeroDivisionError
+
+    return torch.vmap(row)(x)
+
+
+TRANSFORMS = {
+    "nothing": lambda x: torch.vmap(lambda r: r)(x),
+    "nested": lambda x: torch.vmap(torch.vmap(lambda r: r.sin()))(x),
+    "grad": lambda x: torch.func.grad(lambda r: r.sin().sum())(x),
+    "rows": lambda x: torch.vmap(torch.func.grad(lambda r: r.sin().sum()))(x),
+    "jvp": lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+    "jacrev": lambda x: torch.func.jacrev(torch.sin)(x),
+    "jacfwd": lambda x: torch.func.jacfwd(torch.sin)(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(backend, name):
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(jit(TRANSFORMS[name], backend=backend)(x), TRANSFORMS[name](x))
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+    x.requires_grad_()
+    torch.testing.assert_close(jit(TRANSFORMS[name], backend=backend)(x), TRANSFORMS[name](x))
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+
+
+def test_transforms_left_open(backend):
+    """A capture that stops inside a transform leaves torch's stack of transforms as it was."""
+
+    def enters(x):
+        torch._C._functorch._vmap_increment_nesting(2, "error")
+        raise ZeroDivisionError
+
+    for fn in (raises_inside, enters):
+        for args in ((torch.randn(2, 3),), (leaf(2, 3),)):
+            with pytest.raises((ZeroDivisionError, Unsupported)):  # torch 2.11 shows the transform before its body runs
+                capture(fn, args, {})
+            assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
 def test_customfn(backend):

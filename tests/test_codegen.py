@@ -207,6 +207,23 @@ def test_program_source_runs_by_itself(tmp_path):
     assert "tensor(" in done.stdout
 
 
+def test_one_kernel_text_with_two_grids_and_two_dtypes():
+    def f(x, y, z):
+        return x + 1, y + 1, z + 1
+
+    args = torch.randn(1024), torch.randn(4096), torch.randn(1024, dtype=torch.float64)
+    f_fused = fusejit.jit(f, backend="interpret", fullgraph=True)
+    torch.testing.assert_close(f_fused(*args), f(*args))
+    kernels = f_fused.program(*args).kernels
+    assert kernels[0].params != kernels[2].params and kernels[0].name != kernels[2].name and kernels[0].grid != kernels[1].grid
+
+
+def test_equal_results_do_not_share_memory():
+    one, two = fusejit.jit(lambda x: (x + 1, x + 1), backend="interpret", fullgraph=True)(torch.zeros(4))
+    one.add_(5)
+    assert two.tolist() == [1.0] * 4
+
+
 def test_dump_prints_and_writes_the_named_stage(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("FUSEJIT_DUMP", "fused")
     monkeypatch.setenv("FUSEJIT_DUMP_DIR", str(tmp_path))

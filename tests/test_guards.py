@@ -100,3 +100,47 @@ def test_tied(backend):
     torch.testing.assert_close(m.a.weight.grad, e.a.weight.grad)
     m.b.weight = torch.nn.Parameter(torch.zeros(4, 4))
     assert j(x).abs().sum() == 0
+
+
+def test_functional_call(backend):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    names = [name for name, _ in module.named_parameters()]
+
+    def f(x, *weights):
+        return torch.func.functional_call(module, dict(zip(names, weights)), (x,))
+
+    j = jit(f, backend=backend)
+    own = list(module.parameters())
+    for _ in range(3):
+        args = [torch.randn(4, 3), *[torch.randn_like(weight).requires_grad_() for weight in own]]
+        torch.testing.assert_close(j(*args), f(*args))
+        torch.testing.assert_close(torch.autograd.grad(j(*args).sum(), args[1:]), torch.autograd.grad(f(*args).sum(), args[1:]))
+        assert all(one is other for one, other in zip(own, module.parameters()))
+    assert j.cache_info()[:3] == (1, 5, 1) and not j.cache_info().fallbacks
+    assert not j.specialisation(*args).effects
+
+
+SCRATCH = {"n": 1}
+
+
+def test_reads_of_what_the_function_wrote(backend):
+    class M(torch.nn.Module):
+        def __init__(s):
+            super().__init__()
+            s.n, s.log = 2, [1]
+
+        def forward(s, x):
+            s.n = s.n + 3
+            s.log.append(4)
+            SCRATCH["n"] = 6
+            return x * s.n + s.log[-1] + len(s.log) + SCRATCH["n"]
+
+    m = M()
+    j = jit(m, backend=backend)
+    x = torch.ones(2)
+    assert j(x).tolist() == j(x).tolist() == [17, 17]
+    assert j.cache_info() == (1, 1, 1, 0)
+    assert (m.n, m.log, SCRATCH["n"]) == (2, [1], 1)  # compiled calls do not repeat the writes, and say so
+    assert {"M.n", "M.log"} <= {effect.target for effect in j.specialisation(x).effects}
+    m.n, m.log = 3, [1, 1]  # what the writes followed from is guarded
+    assert j(x).tolist() == [19, 19]

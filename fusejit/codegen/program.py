@@ -67,19 +67,28 @@ class Program:
     @cached_property
     def source(self) -> str:
         """The whole program as Python text."""
-        unique = list({k.name: k for k in self.kernels}.values())
         shown = [
             {
                 **{f: getattr(k, f) for f in ("name", "source", "params", "grid", "num_warps", "num_stages", "debug", "fp_fusion")},
-                "ops": k.ops, "constants": dict(k.constants), "aligned": (True,) * len(k.params),
+                "variable": variable, "ops": k.ops, "constants": dict(k.constants), "aligned": (True,) * len(k.params),
             }
-            for k in unique
+            for k, variable in self._launchers.values()
         ]  # fmt: skip
         doc = f"{self.launches} launches, {len(self.externs)} extern calls. Written by fusejit; runs by itself."
         lines = [line for step in self.steps for line in self._lines(step)]
         names = [name or f"unused{i}" for i, name in enumerate(self.inputs)]
         examples = [self._example(name) for name in self.inputs]
         return _template("program").render(doc=doc, kernels=shown, inputs=names, lines=lines, examples=examples)
+
+    @cached_property
+    def _launchers(self) -> dict[tuple[str, tuple[int, int, int]], tuple[Kernel, str]]:
+        """{(kernel, grid): (kernel, variable)}: one kernel may be launched with several grids."""
+        found: dict[tuple[str, tuple[int, int, int]], tuple[Kernel, str]] = {}
+        for k in self.kernels:
+            if (k.name, k.grid) not in found:
+                again = sum(name == k.name for name, _ in found)
+                found[k.name, k.grid] = k, f"{k.name}_{again + 1}" if again else k.name
+        return found
 
     def _lines(self, step: Step) -> list[str]:
         match step:
@@ -89,7 +98,7 @@ class Program:
             case Alloc(buffer, reuse):
                 return [f"{buffer.name} = {reuse}  # in place"]
             case Launch(kernel, arguments):
-                return [f"{kernel.name}({', '.join(arguments)})"]
+                return [f"{self._launchers[kernel.name, kernel.grid][1]}({', '.join(arguments)})"]
             case Free(names):
                 return [f"del {', '.join(names)}"]
             case Return(values):

@@ -81,8 +81,9 @@ def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numeri
     writer = _Writer(cluster, tiles, buffers, names, numerics)
     fields = writer.write()
     body = _template(tiles.template).render(name="NAME", params=", ".join(names[a] for a in arguments), **fields)
-    name = f"{_kernel_name(cluster, tiles)}_{hashlib.sha256((body + repr(tiles)).encode()).hexdigest()[:8]}"
     pointers = tuple(STORAGE[buffers[a].dtype].pointer for a in arguments)
+    # the text alone does not tell float32 from float64, nor one tile size from another
+    name = f"{_kernel_name(cluster, tiles)}_{hashlib.sha256(repr((body, tiles, pointers)).encode()).hexdigest()[:8]}"
     return Kernel(
         name=name, template=tiles.template, source=body.replace("NAME", name, 1), params=pointers,
         constants=tiles.blocks, grid=writer.grid(), num_warps=tiles.num_warps, num_stages=tiles.num_stages, debug=writer.asserts,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .realize import base
+
 RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -15,11 +17,13 @@ def simplify(module: GraphModule) -> GraphModule:
     """Return the graph without dead and repeated nodes. Random ops are never merged, in-place copies never dropped."""
     graph = Graph()
     new: dict[Node, Node] = {}
+    # results that eager would make apart must not share memory, even where they are equal
+    results = {base(operand) for operand in module.graph.output_node().all_input_nodes}
     seen: dict[object, Node] = {}
     for node in module.graph.nodes:
         made = graph.node_copy(node, new.__getitem__)
         made.meta = dict(node.meta)
-        key = _key(made)
+        key = None if node in results else _key(made)
         if key is not None and key in seen:
             graph.erase_node(made)
             made = seen[key]
