@@ -129,14 +129,10 @@ def _bytes(n: int) -> str:
 def report(found: Specialisation, name: str) -> Report:
     """Return the report of one specialisation; a backward is compiled for it if none has run yet."""
     backward = found.backward
-    compile_ms = dict(found.compile_ms)
-    for title, program in (("forward", found.forward), ("backward", backward)):
-        if isinstance(program, Program):
-            compile_ms |= {f"{title}.{stage}": ms for stage, ms in program.compile_ms.items()}
     return Report(
         name=name, backend=found.backend, forward=_program(found.forward), backward=_program(backward), fallbacks=tuple(found.fallbacks),
         effects=tuple(found.effects), eager=_eager(found), bytes_minimum=_bytes_minimum(found, backward),
-        compile_ms=compile_ms, stages=dict(found.record),
+        compile_ms=found.stages_ms, stages=dict(found.record),
     )  # fmt: skip
 
 

@@ -95,6 +95,14 @@ class Specialisation:
         self.compile_ms.setdefault("backward", (time.perf_counter() - start) * 1e3)
         return found
 
+    @property
+    def stages_ms(self) -> dict[str, float]:
+        """Milliseconds of capture, joint, forward and backward, and of their parts: "forward.lower", "backward.kernels"."""
+        found = dict(self.compile_ms)
+        for half, program in (("forward", self.forward), ("backward", self.backward)):
+            found |= {f"{half}.{stage}": ms for stage, ms in getattr(program, "compile_ms", {}).items()}
+        return found
+
 
 def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], settings: Settings, receiver: Any = None) -> Specialisation:
     """Capture a call and compile it for the backend of its tensors.
@@ -282,12 +290,16 @@ class Programs:
 
     Attributes:
         kernels: those of both; `.ptx`, `.cubin`, `.n_regs`, `.n_spills`, `.shared` and `.wide_loads` of each are there.
-        source: of both, as one Python text. specialisation: its stages and compile times.
+        source: of both, as one Python text. compile_ms: milliseconds by stage. specialisation: the graphs of each stage.
     """
 
     forward: Any
     backward: Any
     specialisation: Specialisation
+
+    @property
+    def compile_ms(self) -> dict[str, float]:
+        return self.specialisation.stages_ms
 
     @property
     def kernels(self) -> list[Any]:

@@ -148,6 +148,14 @@ def test_compile_for(monkeypatch):
         "aten._scaled_dot_product_efficient_attention.default",
         "aten._scaled_dot_product_efficient_attention_backward.default",
     ], names
+    q = torch.randn(2, 4, 16, 16, requires_grad=True)
+    strided = q.transpose(1, 2).contiguous().transpose(1, 2)  # a layout that attention on the CPU and on a GPU do not keep alike
+    for given in (q, strided):
+
+        def attend(q):
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q).permute(2, 0, 1, 3).contiguous().view(32, 64)
+
+        assert fusejit.compile_for(attend, (given,)).backward is not None
     with pytest.raises(fusejit.FusejitError, match="CUDA"):
         jit(torch.sin, backend="triton")(x)
     with pytest.raises(ValueError, match="'O0'"):

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent / "fusejit"
 ORDER = [
     *("errors", "config"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
-    *("codegen/simplify", "codegen/views", "codegen/realize", "codegen/lower", "codegen/rules", "codegen/fuse", "codegen/schedule"),
+    *("codegen/views", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
+    *("codegen/fuse", "codegen/schedule"),
     *("codegen/split", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),

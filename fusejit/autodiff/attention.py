@@ -61,5 +61,8 @@ def retarget_attention(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     for node in made.graph.nodes:
         if node.target is aten.scaled_dot_product_attention.default:
             node.target = attention
+        elif node.target is aten.view.default:
+            # A `.contiguous()` before it left no node where the CPU's attention gave the right strides; the GPU's are others.
+            node.target = aten.reshape.default
     made.recompile()
     return made

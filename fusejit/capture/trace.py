@@ -323,7 +323,7 @@ def keeps_count(func: Any) -> bool:
 
 @contextlib.contextmanager
 def capture_state() -> Iterator[None]:
-    """Trace outside inference mode (its tensors cannot be traced), keeping its absence of gradients; leave functorch's levels as they were."""
+    """Trace outside inference mode (its tensors cannot be traced), keeping its absence of gradients; put functorch back."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     try:

@@ -7,6 +7,9 @@ In: an fx graph with fake tensors in `node.meta["val"]`. Out: `Lowered`: buffers
 Views never become steps: they move into the layouts of the loads. What no rule of `RULES` expresses becomes an extern call.
 """
 
+# fx types the arguments of a node as one wide union; here an op's schema says which member each one is
+# mypy: disable-error-code="union-attr,index,arg-type,operator,assignment,misc,type-var,return-value,dict-item,call-overload,attr-defined"
+
 from __future__ import annotations
 
 import operator
@@ -165,7 +168,7 @@ class Lowering:
         outputs: tuple[Any, ...] = ()
         for node in graph.nodes:
             if node.op == "output":
-                outputs = torch.fx.node.map_arg(tuple(node.args[0]), self.ref)  # type: ignore[arg-type]
+                outputs = torch.fx.node.map_arg(tuple(node.args[0]), self.ref)
             elif node.op == "call_function":
                 self.values[node] = self.lowered(node) if node in fused else self.extern(node)
                 self.maybe_store(node, wanted.get(node, ""))
@@ -205,26 +208,26 @@ class Lowering:
     def trial(self, node: Node) -> None:
         """Try an op table row on stand-ins for its operands."""
         stand_in = lambda n: load("?", contiguous(()), n.meta["val"].dtype)  # noqa: E731
-        lower_pointwise(short(node.target), node.meta["val"].dtype, *torch.fx.node.map_arg((node.args, node.kwargs), stand_in), operand_dtype(node))  # type: ignore[misc]
+        lower_pointwise(short(node.target), node.meta["val"].dtype, *torch.fx.node.map_arg((node.args, node.kwargs), stand_in), operand_dtype(node))
 
     def lowered(self, node: Node) -> Value:
         name = short(node.target)
         if node.target is operator.getitem:
             source, place = node.args
-            if source in self.owned:  # type: ignore[comparison-overlap]
+            if source in self.owned:
                 self.owned.add(node)
-            return self.values[source][place]  # type: ignore[index]
+            return self.values[source][place]
         if name in VIEWS:
             source = node.args[0]
-            views = VIEWS[name](tuple(source.meta["val"].shape), *node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "memory_format"})  # type: ignore[union-attr]
-            value = self.values[source]  # type: ignore[index]
+            views = VIEWS[name](tuple(source.meta["val"].shape), *node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "memory_format"})
+            value = self.values[source]
             for change in views:
                 (value,) = view([value], change)
             return value
         if name in self.rules:
             return self.rules[name](self, node)
         shape = node.meta["val"].shape
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.expr(n, shape))  # type: ignore[misc]
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.expr(n, shape))
         return lower_pointwise(name, node.meta["val"].dtype, args, kwargs, operand_dtype(node))
 
     def maybe_store(self, node: Node, reason: str) -> None:
@@ -241,10 +244,10 @@ class Lowering:
         target, given, options, fake, line = node.target, tuple(node.args), dict(node.kwargs), node.meta.get("val"), line_of(node)
         token: tuple[Value, ...] = ()
         if target is torch.ops.higher_order.with_effects:  # an op with an effect, kept in its place by a token that it takes and returns
-            token, target, given, fake = (self.values[given[0]],), given[1], given[2:], tuple(fake)[1 : 1 + len(given[1]._schema.returns)]  # type: ignore[index, assignment, union-attr]
+            token, target, given, fake = (self.values[given[0]],), given[1], given[2:], tuple(fake)[1 : 1 + len(given[1]._schema.returns)]
         if not isinstance(target, torch._ops.OpOverload):
             raise Unsupported(str(target), "no graph of ATen ops can hold it", line)
-        args, kwargs = torch.fx.node.map_arg((given, options), self.ref)  # type: ignore[misc]
+        args, kwargs = torch.fx.node.map_arg((given, options), self.ref)
         leaves = [fake] if isinstance(fake, torch.Tensor) else list(fake) if isinstance(fake, (tuple, list)) else []
         if not token and not any(isinstance(v, torch.Tensor) for v in leaves):
             raise Unsupported(str(target), f"its result ({type(fake).__name__}) is no tensor", line)
@@ -254,7 +257,7 @@ class Lowering:
         made = [self.taken(v) if isinstance(v, torch.Tensor) else None for v in leaves]
         several = not isinstance(fake, torch.Tensor)
         pins = any(a.alias_info is not None for a in target._schema.arguments)
-        self.steps.append(Extern(str(target), args, tuple(kwargs.items()), tuple(b and b.name for b in made), several, line, pins))  # type: ignore[arg-type]
+        self.steps.append(Extern(str(target), args, tuple(kwargs.items()), tuple(b and b.name for b in made), several, line, pins))
         self.owned.add(node)
         values = tuple(None if b is None else self.whole(b) for b in made)
         return (*token, *values) if several else values[0]
@@ -297,7 +300,7 @@ def as_ref(value: Expr, buffers: dict[str, Buffer]) -> Ref | None:
     if value.layout == buffer.layout:
         return Ref(name)
     offset = value.layout.offset
-    if any(s < 0 for s in value.layout.strides) or offset < 0:  # type: ignore[operator]
+    if any(s < 0 for s in value.layout.strides) or offset < 0:
         return None
     shape = value.layout.shape
     # size-1 dimensions have stride 0 in a layout; torch's kernels expect what a contiguous tensor would have there
@@ -305,7 +308,7 @@ def as_ref(value: Expr, buffers: dict[str, Buffer]) -> Ref | None:
     for d in reversed(range(len(shape))):
         if shape[d] == 1:
             strides[d] = strides[d + 1] * shape[d + 1] if d + 1 < len(shape) else 1
-    return Ref(name, shape, tuple(strides), offset)  # type: ignore[arg-type]
+    return Ref(name, shape, tuple(strides), offset)
 
 
 def refs(tree: Any) -> list[Ref]:
@@ -327,7 +330,7 @@ def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return the number of different elements of a strided tensor."""
-    return 0 if 0 in shape else product(n for n, s in zip(shape, strides, strict=True) if s != 0)  # type: ignore[return-value]
+    return 0 if 0 in shape else product(n for n, s in zip(shape, strides, strict=True) if s != 0)
 
 
 def line_of(node: Node) -> str:

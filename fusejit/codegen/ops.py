@@ -341,7 +341,8 @@ _ROWS: list[Op] = [
     _formula("leaky_relu_backward", "g, x, negative_slope, self_is_result: g if x > 0 else g * negative_slope"),
     _row("elu_backward", "", "elu_backward", "float", 8, build=f.elu_backward),
     _formula("hardtanh_backward", "g, x, min_val, max_val: 0 if (x <= min_val) | (x >= max_val) else g"),
-    _formula("hardsigmoid_backward", "g, x: g / 6 if (x > -3) & (x < 3) else 0"),
+    # eager multiplies by float32's 1 / 6 in every dtype
+    _formula("hardsigmoid_backward", "g, x: g * 0.1666666716337204 if (x > -3) & (x < 3) else 0"),
     _formula(
         "softplus_backward", "g, x, beta, threshold: g if x * beta > threshold else g * exp(x * beta) / (exp(x * beta) + 1)",
     ),

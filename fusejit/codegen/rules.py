@@ -1,9 +1,12 @@
-"""The table of lowering rules: reductions, generators, indexing and pieces, each as expressions over layouts.
+"""The table of lowering rules: reductions, generators and pieces (indexing is next door), each as expressions over layouts.
 
 In: a node whose op is no plain pointwise row and no view. Out: its value; a reduction makes a buffer, everything else none.
 
     sum.dim_IntList(x (4,6), [1])   ->  cluster  parallel 4 | reduce 6  store b0 = sum(load x)
 """
+
+# fx types the arguments of a node as one wide union; here an op's schema says which member each one is
+# mypy: disable-error-code="union-attr,index,arg-type,operator,assignment,misc,type-var,return-value,dict-item,call-overload,attr-defined"
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .cluster import Cluster, Expr, Iota, Load, Store, cast, compute, const, iota, leaves, load, random, reduction, rewrite, view
+from .cluster import Cluster, Expr, Iota, Load, Store, cast, compute, const, iota, load, random, reduction, rewrite, view
 from .decompose import short
 from .formulas import HALF
-from .layout import Affine, Reshape, apply, contiguous, permute, slice_, strided
+from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
+from .layout import Affine, Reshape, contiguous, permute, slice_, strided
 from .lower import CHECKS, Extern, Lowering, Ref, Rule
 from .ops import DTYPES, OPS
 from .size import product
 
-INDEX = torch.int64
 MAX_PIECES = 16  # a cat of more pieces is a chain of selects too long to be worth a kernel
 
 
@@ -31,13 +34,13 @@ def reduce_to_buffer(low: Lowering, node: Node, x: Expr, dims: Sequence[int], op
 
     `place` gives arg-reductions the row-major position within the reduced dims.
     """
-    shape = tuple(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    shape = tuple(node.args[0].meta["val"].shape)
     kept = [d for d in range(len(shape)) if d not in dims]
     after = tuple(1 if d in dims else n for d, n in enumerate(shape))
     (x,) = view([x], permute(shape, [*kept, *dims]))
     outer, inner = tuple(shape[d] for d in kept), tuple(shape[d] for d in dims)
     args = (x, iota(strided((*outer, *inner), [0] * len(outer) + list(contiguous(inner).strides or ())), INDEX)) if place else (x,)
-    device = node.args[0].meta["val"].device  # type: ignore[union-attr]
+    device = node.args[0].meta["val"].device
     buffer = low.buffer(after, None, dtype, device)
     low.reasons[buffer.name] = "a reduction"
     rows = strided((*outer, *inner), [*(contiguous(outer).strides or ()), *([0] * len(inner))])
@@ -76,9 +79,9 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 def _reduce(op: str) -> Rule:
     def rule(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False, **_: Any) -> Expr:
-        out, source = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+        out, source = node.meta["val"], node.args[0].meta["val"]
         chosen = _dims(source.dim(), dims)
-        x = low.values[node.args[0]]  # type: ignore[index]
+        x = low.values[node.args[0]]
         inner = torch.bool if op in ("any", "all") else accumulator(out.dtype)
         x = compute("ne", x, const(0, x.dtype), dtype=torch.bool) if inner is torch.bool and x.dtype is not torch.bool else cast(x, inner)
         if product(source.shape[d] for d in chosen) != 1:
@@ -102,28 +105,28 @@ def _with_arguments(rule: Callable[..., Any], names: tuple[str, ...]) -> Rule:
 
 
 def _mean(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False, **_: Any) -> Expr:
-    out, source = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+    out, source = node.meta["val"], node.args[0].meta["val"]
     chosen, inner = _dims(source.dim(), dims), accumulator(out.dtype)
-    total = reduce_to_buffer(low, node, cast(low.values[node.args[0]], inner), chosen, "sum", inner)  # type: ignore[index]
+    total = reduce_to_buffer(low, node, cast(low.values[node.args[0]], inner), chosen, "sum", inner)
     count = product(source.shape[d] for d in chosen)
-    mean = compute("div", total, const(float(count), inner), dtype=inner)  # type: ignore[arg-type]
+    mean = compute("div", total, const(float(count), inner), dtype=inner)
     return cast(_drop(mean, source.dim(), chosen, source.shape, keepdim), out.dtype)
 
 
 def _var_mean(low: Lowering, node: Node, dims: Any, correction: Any, keepdim: bool, dtype: torch.dtype) -> tuple[Expr, Expr]:
     """Two passes: the mean, then the mean square of what is left; exact where one pass would cancel."""
-    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    source = node.args[0].meta["val"]
     chosen, inner = _dims(source.dim(), dims), accumulator(dtype)
     shape = tuple(source.shape)
-    x = cast(low.values[node.args[0]], inner)  # type: ignore[index]
+    x = cast(low.values[node.args[0]], inner)
     count = product(shape[d] for d in chosen)
     total = reduce_to_buffer(low, node, x, chosen, "sum", inner)
-    mean = compute("div", total, const(float(count), inner), dtype=inner)  # type: ignore[arg-type]
+    mean = compute("div", total, const(float(count), inner), dtype=inner)
     kept = tuple(1 if d in chosen else n for d, n in enumerate(shape))
     (wide,) = view([mean], Affine(shape, tuple((0, ()) if kept[d] == 1 else (0, ((d, 1),)) for d in range(len(shape)))))
     rest = compute("sub", x, wide, dtype=inner)
     squares = reduce_to_buffer(low, node, compute("mul", rest, rest, dtype=inner), chosen, "sum", inner)
-    freedom = max(0.0, count - float(1 if correction is None else correction))  # type: ignore[operator]
+    freedom = max(0.0, count - float(1 if correction is None else correction))
     var = compute("div", squares, const(freedom, inner), dtype=inner)
     drop = lambda v: cast(_drop(v, source.dim(), chosen, shape, keepdim), dtype)  # noqa: E731
     return drop(var), drop(mean)
@@ -139,9 +142,9 @@ def _var_and_mean(low: Lowering, node: Node, dims: Any = None, correction: Any =
 
 def _arg(op: str) -> Rule:
     def rule(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False) -> Expr:
-        source = node.args[0].meta["val"]  # type: ignore[union-attr]
+        source = node.args[0].meta["val"]
         chosen = _dims(source.dim(), dims)
-        x = cast(low.values[node.args[0]], accumulator(source.dtype))  # type: ignore[index]
+        x = cast(low.values[node.args[0]], accumulator(source.dtype))
         value = reduce_to_buffer(low, node, x, chosen, op, INDEX, place=True)
         return _drop(value, source.dim(), chosen, source.shape, keepdim)
 
@@ -150,9 +153,9 @@ def _arg(op: str) -> Rule:
 
 def _extremum(op: str, arg: str) -> Rule:
     def rule(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False) -> Any:
-        source = node.args[0].meta["val"]  # type: ignore[union-attr]
+        source = node.args[0].meta["val"]
         chosen = _dims(source.dim(), dims)
-        x = cast(low.values[node.args[0]], accumulator(source.dtype))  # type: ignore[index]
+        x = cast(low.values[node.args[0]], accumulator(source.dtype))
         value = cast(reduce_to_buffer(low, node, x, chosen, op, x.dtype), source.dtype)
         if dims is None:
             return _drop(value, source.dim(), chosen, source.shape, False)
@@ -172,14 +175,14 @@ def _arange(low: Lowering, node: Node) -> Expr:
     scale, out = step[0] if step else 1, node.meta["val"]
     inner = out.dtype if out.dtype.is_floating_point and out.dtype is not torch.float16 and out.dtype is not torch.bfloat16 else (torch.float64 if out.dtype.is_floating_point else INDEX)
     place = cast(iota(contiguous(tuple(out.shape)), INDEX), inner)
-    scaled = compute("mul", place, const(scale, inner), dtype=inner) if scale != 1 else place  # type: ignore[arg-type]
-    return cast(compute("add", scaled, const(start, inner), dtype=inner) if start != 0 else scaled, out.dtype)  # type: ignore[arg-type]
+    scaled = compute("mul", place, const(scale, inner), dtype=inner) if scale != 1 else place
+    return cast(compute("add", scaled, const(start, inner), dtype=inner) if start != 0 else scaled, out.dtype)
 
 
 def _prims_iota(low: Lowering, node: Node) -> Expr:
     start, step, out = node.kwargs["start"], node.kwargs["step"], node.meta["val"]
-    place = compute("mul", iota(contiguous(tuple(out.shape)), INDEX), const(step, INDEX), dtype=INDEX)  # type: ignore[arg-type]
-    return cast(compute("add", place, const(start, INDEX), dtype=INDEX), out.dtype)  # type: ignore[arg-type]
+    place = compute("mul", iota(contiguous(tuple(out.shape)), INDEX), const(step, INDEX), dtype=INDEX)
+    return cast(compute("add", place, const(start, INDEX), dtype=INDEX), out.dtype)
 
 
 def _random(kind: str) -> Rule:
@@ -196,135 +199,7 @@ def _random(kind: str) -> Rule:
     return rule
 
 
-# -- indexing --------------------------------------------------------------------------------------------------------------------------
-def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[int, int], shape: tuple[int, ...]) -> Expr:
-    """Return source[...] over `shape`: dimension d is at data-dependent `places[d]`, or runs along the result's axis kept[d]."""
-    old = tuple(source.meta["val"].shape)
-    checked = {d: compute("checked_index", cast(e, INDEX), const(old[d], INDEX), dtype=INDEX) for d, e in places.items()}
-    change = Affine(shape, tuple((0, ((kept[d], 1),)) if d in kept else (0, ()) for d in range(len(old))))
-    value = low.values[source]
-    if not _follows(value, places) or (not isinstance(value, Load) and product(shape) > product(old)):
-        value = low.store(value, source.meta["val"], source, "indexed by data")
-
-    def visit(leaf: Expr) -> Expr:
-        """Let a leaf of the source stand at the data-dependent coordinates."""
-        if not isinstance(leaf, (Load, Iota)):
-            return leaf
-        layout, rest = apply(leaf.layout, change)
-        assert not rest
-        terms = tuple((e, leaf.layout.dims[d][0].stride) for d, e in checked.items() if leaf.layout.dims[d][0].stride != 0)
-        if isinstance(leaf, Load):
-            return load(leaf.buffer, layout, leaf.dtype, terms)
-        number = iota(layout, leaf.dtype)
-        for e, stride in terms:
-            scaled = compute("mul", cast(e, leaf.dtype), const(stride, leaf.dtype), dtype=leaf.dtype)
-            number = compute("add", number, scaled, dtype=leaf.dtype)
-        return number
-
-    return rewrite([value], visit)[0]
-
-
-def _follows(value: Expr, places: dict[int, Expr]) -> bool:
-    """Whether every leaf of an expression has one stride along each gathered dimension, and no computed coordinate of its own."""
-    for leaf in leaves([value]):
-        if any(len(leaf.layout.dims[d]) > 1 for d in places):
-            return False
-        if isinstance(leaf, Load) and (leaf.index or leaf.mask is not None):
-            return False
-    return True
-
-
-def _index(low: Lowering, node: Node) -> Expr:
-    source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
-    shape, rank = tuple(node.meta["val"].shape), source.meta["val"].dim()  # type: ignore[union-attr]
-    used = [d for d, i in enumerate(indices) if i is not None]
-    block = torch.broadcast_shapes(*(indices[d].meta["val"].shape for d in used))
-    together = used == list(range(used[0], used[-1] + 1))
-    first = used[0] if together else 0
-    kept: dict[int, int] = {}
-    axis = 0
-    for d in range(rank):
-        if d in used:
-            axis = max(axis, first + len(block)) if together and d == used[0] else axis
-            continue
-        if not together and not kept:
-            axis = len(block)
-        kept[d] = axis
-        axis += 1
-    change = Affine(shape, tuple((0, ((first + a, 1),)) for a in range(len(block))))
-    places = {}
-    for d in used:
-        (places[d],) = view([low.expr(indices[d], block)], change)
-    return _gathered(low, source, places, kept, shape)  # type: ignore[arg-type]
-
-
-def _gather(low: Lowering, node: Node) -> Expr:
-    source, dim, index = node.args[:3]
-    rank = source.meta["val"].dim()  # type: ignore[union-attr]
-    dim = dim % rank  # type: ignore[operator]
-    kept = {d: d for d in range(rank) if d != dim}
-    return _gathered(low, source, {dim: low.values[index]}, kept, tuple(node.meta["val"].shape))  # type: ignore[arg-type, index]
-
-
-def _index_select(low: Lowering, node: Node) -> Expr:
-    source, dim, index = node.args[:3]
-    shape, rank = tuple(node.meta["val"].shape), source.meta["val"].dim()  # type: ignore[union-attr]
-    dim = dim % rank  # type: ignore[operator]
-    (place,) = view([low.expr(index, (shape[dim],))], Affine(shape, ((0, ((dim, 1),)),)))  # type: ignore[arg-type]
-    return _gathered(low, source, {dim: place}, {d: d for d in range(rank) if d != dim}, shape)  # type: ignore[arg-type]
-
-
-def _embedding(low: Lowering, node: Node) -> Expr:
-    table, index = node.args[:2]
-    shape = tuple(node.meta["val"].shape)
-    (place,) = view([low.values[index]], Affine(shape, tuple((0, ((d, 1),)) for d in range(len(shape) - 1))))  # type: ignore[index]
-    return _gathered(low, table, {0: place}, {1: len(shape) - 1}, shape)  # type: ignore[arg-type]
-
-
-def _scatter(low: Lowering, node: Node) -> Expr:
-    """One write per line: the result is `source` where the coordinate is the index, `self` elsewhere."""
-    target, dim, index, source = node.args[:4]
-    out = node.meta["val"]
-    shape, dtype, dim = tuple(out.shape), out.dtype, dim % out.dim()  # type: ignore[operator]
-    wrapped = compute("checked_index", cast(low.expr(index, shape), INDEX), const(shape[dim], INDEX), dtype=INDEX)  # type: ignore[arg-type]
-    here = compute("eq", place(shape, dim), wrapped, dtype=torch.bool)
-    value = cast(low.expr(source, shape), dtype) if isinstance(source, Node) else const(source, dtype)  # type: ignore[arg-type]
-    return compute("where", here, value, low.values[target], dtype=dtype)  # type: ignore[index]
-
-
-def _index_put(low: Lowering, node: Node) -> Expr:
-    """x[mask] = number."""
-    target, (mask,), value = node.args[:3]  # type: ignore[misc]
-    out = node.meta["val"]
-    shape = tuple(out.shape)
-    change = Affine(shape, tuple((0, ((d, 1),)) for d in range(mask.meta["val"].dim())))
-    (where,) = view([low.values[mask]], change)
-    return compute("where", where, cast(low.expr(value, shape), out.dtype), low.values[target], dtype=out.dtype)  # type: ignore[arg-type, index]
-
-
-def _one_number_by_mask(node: Node) -> bool:
-    indices, value = node.args[1:3]
-    more = node.kwargs.get("accumulate") or (len(node.args) > 3 and node.args[3])
-    if more or len(indices) != 1 or indices[0] is None or value.meta["val"].dim():  # type: ignore[arg-type, index, union-attr]
-        return False
-    mask = indices[0].meta["val"]  # type: ignore[index, union-attr]
-    return mask.dtype is torch.bool and mask.dim() > 0 and node.meta["val"].numel() > 0
-
-
-def _one_write_a_line(node: Node) -> bool:
-    target, dim, index, source = node.args[:4]
-    shape, written = tuple(target.meta["val"].shape), tuple(index.meta["val"].shape)  # type: ignore[union-attr]
-    if not shape or len(node.args) > 4 or node.kwargs or (isinstance(source, Node) and tuple(source.meta["val"].shape) != written):
-        return False
-    return written == (*shape[: dim % len(shape)], 1, *shape[dim % len(shape) + 1 :])  # type: ignore[operator]
-
-
 # -- pieces ----------------------------------------------------------------------------------------------------------------------------
-def place(shape: Sequence[int], dim: int) -> Expr:
-    """Return the coordinate along `dim`."""
-    return iota(strided(shape, [int(d == dim) for d in range(len(shape))]), INDEX)
-
-
 def masked(value: Expr, mask: Expr) -> Expr:
     """Return `value` reading memory only where `mask` holds."""
 
@@ -357,8 +232,8 @@ def shifted(value: Expr, own: Sequence[int], shape: Sequence[int], dim: int, sta
 def _cat(low: Lowering, node: Node) -> Expr:
     out, dim = node.meta["val"], (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))
     shape, result, start = tuple(out.shape), None, 0
-    pieces = [n for n in node.args[0] if tuple(n.meta["val"].shape) != (0,)]  # type: ignore[union-attr]
-    dim = dim % max(len(shape), 1)  # type: ignore[operator]
+    pieces = [n for n in node.args[0] if tuple(n.meta["val"].shape) != (0,)]
+    dim = dim % max(len(shape), 1)
     starts = []
     for piece in pieces:
         starts.append(start)
@@ -374,10 +249,10 @@ def _cat(low: Lowering, node: Node) -> Expr:
 
 
 def _pad(low: Lowering, node: Node) -> Expr:
-    source, pads = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    source, pads = node.args[0], list(node.args[1])
     fill = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
-    dtype, value = node.meta["val"].dtype, low.values[source]  # type: ignore[index]
-    own, tests = list(source.meta["val"].shape), []  # type: ignore[union-attr]
+    dtype, value = node.meta["val"].dtype, low.values[source]
+    own, tests = list(source.meta["val"].shape), []
     final = tuple(node.meta["val"].shape)
     for k in range(len(pads) // 2):
         dim, before = len(own) - 1 - k, pads[2 * k]
@@ -390,13 +265,13 @@ def _pad(low: Lowering, node: Node) -> Expr:
     inside = tests[0]
     for test in tests[1:]:
         inside = compute("logical_and", inside, test, dtype=torch.bool)
-    return compute("where", inside, masked(value, inside), const(fill, dtype), dtype=dtype)  # type: ignore[arg-type]
+    return compute("where", inside, masked(value, inside), const(fill, dtype), dtype=dtype)
 
 
 def _roll(low: Lowering, node: Node) -> Expr:
-    out, value = node.meta["val"], low.values[node.args[0]]  # type: ignore[index]
+    out, value = node.meta["val"], low.values[node.args[0]]
     shape = tuple(out.shape)
-    for shift, dim in zip(node.args[1], node.args[2], strict=True):  # type: ignore[arg-type]
+    for shift, dim in zip(node.args[1], node.args[2], strict=True):
         dim, n = dim % len(shape), shape[dim % len(shape)]
         shift %= n
         if not shift:
@@ -413,18 +288,18 @@ def _slice_scatter(low: Lowering, node: Node) -> Expr:
     names = ("dim", "start", "end", "step")
     given = dict(zip(names, node.args[2:], strict=False)) | dict(node.kwargs)
     target, source = node.args[0], node.args[1]
-    shape, own = tuple(node.meta["val"].shape), tuple(source.meta["val"].shape)  # type: ignore[union-attr]
-    dim = given.get("dim", 0) % len(shape)  # type: ignore[operator]
+    shape, own = tuple(node.meta["val"].shape), tuple(source.meta["val"].shape)
+    dim = given.get("dim", 0) % len(shape)
     start = slice(given.get("start"), given.get("end")).indices(shape[dim])[0]
-    return _put(low, node, target, low.values[source], own, dim, start)  # type: ignore[index]
+    return _put(low, node, target, low.values[source], own, dim, start)
 
 
 def _select_scatter(low: Lowering, node: Node) -> Expr:
     target, source, dim, index = node.args
     shape = tuple(node.meta["val"].shape)
-    dim, index = dim % len(shape), index % shape[dim % len(shape)]  # type: ignore[operator]
+    dim, index = dim % len(shape), index % shape[dim % len(shape)]
     own = (*shape[:dim], 1, *shape[dim + 1 :])
-    (value,) = view([low.values[source]], Affine(own, tuple((0, ((d + (d >= dim), 1),)) for d in range(len(shape) - 1))))  # type: ignore[index]
+    (value,) = view([low.values[source]], Affine(own, tuple((0, ((d + (d >= dim), 1),)) for d in range(len(shape) - 1))))
     return _put(low, node, target, value, own, dim, index)
 
 
@@ -438,8 +313,8 @@ def _diagonal_scatter(low: Lowering, node: Node) -> Expr:
     at = compute("add", place(shape, rows), const(offset, INDEX), dtype=INDEX)
     here = compute("eq", at, place(shape, columns), dtype=torch.bool)
     change = Affine(shape, (*((0, ((d, 1),)) for d in others), (min(offset, 0), ((rows, 1),))))
-    (moved,) = view([cast(low.values[source], out.dtype)], change)  # type: ignore[index]
-    return compute("where", here, masked(moved, here), low.values[target], dtype=out.dtype)  # type: ignore[index]
+    (moved,) = view([cast(low.values[source], out.dtype)], change)
+    return compute("where", here, masked(moved, here), low.values[target], dtype=out.dtype)
 
 
 def _put(low: Lowering, node: Node, target: Any, value: Expr, own: Sequence[int], dim: int, start: int) -> Expr:
@@ -454,13 +329,13 @@ def _put(low: Lowering, node: Node, target: Any, value: Expr, own: Sequence[int]
 def _as_strided(low: Lowering, node: Node) -> Expr:
     """See a contiguous value's elements, counted in row-major order, through other sizes and strides."""
     source, size, strides, *offset = node.args
-    flat = source.meta["val"].numel()  # type: ignore[union-attr]
-    whole = Affine(tuple(size), ((offset[0] or 0 if offset else 0, tuple(enumerate(strides))),))  # type: ignore[arg-type]
-    return view(view([low.values[source]], Reshape((flat,))), whole)[0]  # type: ignore[index]
+    flat = source.meta["val"].numel()
+    whole = Affine(tuple(size), ((offset[0] or 0 if offset else 0, tuple(enumerate(strides))),))
+    return view(view([low.values[source]], Reshape((flat,))), whole)[0]
 
 
 def _is_contiguous(node: Node) -> bool:
-    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    source = node.args[0].meta["val"]
     return source.is_contiguous() and not source.storage_offset() and source.numel() > 0 and node.meta["val"].numel() > 0
 
 
@@ -468,8 +343,8 @@ def _is_contiguous(node: Node) -> bool:
 def _copy_(low: Lowering, node: Node) -> Expr:
     """Write back what the graph changed: a store into the input's own memory, after its last reader."""
     target, source = node.args[:2]
-    buffer = low.buffers[target.name]  # type: ignore[union-attr]
-    value = cast(low.expr(source, target.meta["val"].shape), buffer.dtype)  # type: ignore[arg-type, union-attr]
+    buffer = low.buffers[target.name]
+    value = cast(low.expr(source, target.meta["val"].shape), buffer.dtype)
     made = low.buffer(buffer.shape, buffer.strides, buffer.dtype, buffer.device, written_to=buffer.name)
     low.reasons[made.name] = "an in-place change of an input"
     if product(buffer.shape):
@@ -480,24 +355,24 @@ def _copy_(low: Lowering, node: Node) -> Expr:
 
 def _split(low: Lowering, node: Node) -> Any:
     source, sizes = node.args[0], node.args[1]
-    shape = tuple(source.meta["val"].shape)  # type: ignore[union-attr]
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[operator]
+    shape = tuple(source.meta["val"].shape)
+    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(shape)
     if isinstance(sizes, int):
         sizes = [v.shape[dim] for v in node.meta["val"]]
     pieces, start = [], 0
-    for n in sizes:  # type: ignore[union-attr]
-        pieces.append(view([low.values[source]], slice_(shape, dim, start, 1, n))[0])  # type: ignore[index, arg-type]
-        start += n  # type: ignore[operator, assignment]
+    for n in sizes:
+        pieces.append(view([low.values[source]], slice_(shape, dim, start, 1, n))[0])
+        start += n
     return tuple(pieces)
 
 
 def _tensors_small(node: Node) -> bool:
-    return len(node.args[0]) <= MAX_PIECES  # type: ignore[arg-type]
+    return len(node.args[0]) <= MAX_PIECES
 
 
 def _is_reducible(op: str) -> Callable[[Node], bool]:
     def check(node: Node) -> bool:
-        out, source = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+        out, source = node.meta["val"], node.args[0].meta["val"]
         out = out[0] if isinstance(out, (tuple, list)) else out
         if not source.numel():  # of nothing: torch knows which reductions are an error
             return op in ("sum", "prod", "any", "all") and product(out.shape) == 0
@@ -520,13 +395,12 @@ RULES: dict[str, Rule] = {
     "new_zeros.default": _full(lambda n: 0), "new_ones.default": _full(lambda n: 1), "new_full.default": _full(lambda n: n.args[2]),
     "arange.start_step": _arange, "arange.start": _arange, "arange.default": _arange, "prims.iota.default": _prims_iota,
     "rand.default": _random("rand"), "randn.default": _random("randn"), "rand_like.default": _random("rand"), "randn_like.default": _random("randn"),
-    "index.Tensor": _index, "_unsafe_index.Tensor": _index, "gather.default": _gather, "index_select.default": _index_select,
-    "embedding.default": _embedding, "cat.default": _cat, "constant_pad_nd.default": _pad, "roll.default": _roll,
+    "cat.default": _cat, "constant_pad_nd.default": _pad, "roll.default": _roll,
     "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "copy_.default": _copy_,
-    "copy.default": lambda low, n: cast(low.expr(n.args[1], n.meta["val"].shape), n.meta["val"].dtype),  # type: ignore[arg-type]
+    "copy.default": lambda low, n: cast(low.expr(n.args[1], n.meta["val"].shape), n.meta["val"].dtype),
     "diagonal_scatter.default": _diagonal_scatter,
-    "index_put.default": _index_put, "scatter.value": _scatter, "scatter.src": _scatter,
     "split_with_sizes.default": _split, "split.Tensor": _split, "as_strided.default": _as_strided,
+    **INDEXING,
 }  # fmt: skip
 for _op, _overloads in {"sum": "default dim_IntList", "prod": "default dim_int", "any": "default dim dims", "all": "default dim dims"}.items():
     for _name in _overloads.split():
@@ -539,18 +413,13 @@ CHECKS |= {
     if name.split(".")[0] in ("mean", "var", "var_mean", "max", "min", "sum", "prod", "any", "all", "amax", "amin", "argmax", "argmin")
 }
 CHECKS |= {
-    "index_put.default": _one_number_by_mask, "scatter.value": _one_write_a_line, "scatter.src": _one_write_a_line,
+    **INDEXING_CHECKS,
     "cat.default": _tensors_small, "as_strided.default": _is_contiguous,
-    "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,  # type: ignore[arg-type]
+    "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,
-    "gather.default": lambda n: n.args[0].meta["val"].dim() > 0 and n.meta["val"].numel() > 0,  # type: ignore[union-attr]
-    "index_select.default": lambda n: n.args[0].meta["val"].dim() > 0 and n.meta["val"].numel() > 0,  # type: ignore[union-attr]
-    "index.Tensor": lambda n: n.meta["val"].numel() > 0 and all(i is None or i.meta["val"].dtype in (torch.int64, torch.int32) for i in n.args[1]),  # type: ignore[union-attr]
-    "_unsafe_index.Tensor": lambda n: CHECKS["index.Tensor"](n),
-    "embedding.default": lambda n: n.meta["val"].numel() > 0 and not any(n.args[3:]),
-    "copy_.default": lambda n: n.args[0].op == "placeholder",  # type: ignore[union-attr]
+    "copy_.default": lambda n: n.args[0].op == "placeholder",
     "arange.start_step": lambda n: all(isinstance(a, int) or n.meta["val"].dtype.is_floating_point for a in n.args),
-    "constant_pad_nd.default": lambda n: n.meta["val"].numel() > 0 and min(n.args[1], default=0) >= -(2**31),  # type: ignore[type-var]
+    "constant_pad_nd.default": lambda n: n.meta["val"].numel() > 0 and min(n.args[1], default=0) >= -(2**31),
 }  # fmt: skip
 CHECKS |= {k: lambda n: n.meta["val"].dtype.is_floating_point for k in ("rand.default", "randn.default", "rand_like.default", "randn_like.default")}
 

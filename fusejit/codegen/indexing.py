@@ -1,0 +1,178 @@
+"""Lowering rules of indexing by data: loads at computed coordinates, and writes that a `where` expresses.
+
+In: a node like index, gather or scatter. Out: its value; the indices are checked where they are used.
+
+    gather(x (4,6), 1, i (4,2))  ->  load x at  6 * row + checked_index(load i, 6)
+"""
+
+# fx types the arguments of a node as one wide union; here an op's schema says which member each one is
+# mypy: disable-error-code="union-attr,index,arg-type,operator,assignment,misc,type-var,return-value,dict-item,call-overload,attr-defined"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .cluster import Expr, Iota, Load, cast, compute, const, iota, leaves, load, rewrite, view
+from .layout import Affine, apply, strided
+from .lower import Lowering, Rule
+from .size import product
+
+INDEX = torch.int64
+
+
+def place(shape: Sequence[int], dim: int) -> Expr:
+    """Return the coordinate along `dim`."""
+    return iota(strided(shape, [int(d == dim) for d in range(len(shape))]), INDEX)
+
+
+def _arguments(node: Node) -> tuple[Any, ...]:
+    """The call's arguments, of which torch.fx says only that they are something."""
+    return node.args
+
+
+def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[int, int], shape: tuple[int, ...]) -> Expr:
+    """Return source[...] over `shape`: dimension d is at data-dependent `places[d]`, or runs along the result's axis kept[d]."""
+    old = tuple(source.meta["val"].shape)
+    checked = {d: compute("checked_index", cast(e, INDEX), const(old[d], INDEX), dtype=INDEX) for d, e in places.items()}
+    change = Affine(shape, tuple((0, ((kept[d], 1),)) if d in kept else (0, ()) for d in range(len(old))))
+    value = low.values[source]
+    if not _follows(value, places) or (not isinstance(value, Load) and product(shape) > product(old)):
+        value = low.store(value, source.meta["val"], source, "indexed by data")
+
+    def visit(leaf: Expr) -> Expr:
+        """Let a leaf of the source stand at the data-dependent coordinates."""
+        if not isinstance(leaf, (Load, Iota)):
+            return leaf
+        layout, rest = apply(leaf.layout, change)
+        assert not rest
+        terms = tuple((e, leaf.layout.dims[d][0].stride) for d, e in checked.items() if leaf.layout.dims[d][0].stride != 0)
+        if isinstance(leaf, Load):
+            return load(leaf.buffer, layout, leaf.dtype, terms)
+        number = iota(layout, leaf.dtype)
+        for e, stride in terms:
+            scaled = compute("mul", cast(e, leaf.dtype), const(stride, leaf.dtype), dtype=leaf.dtype)
+            number = compute("add", number, scaled, dtype=leaf.dtype)
+        return number
+
+    return rewrite([value], visit)[0]
+
+
+def _follows(value: Expr, places: dict[int, Expr]) -> bool:
+    """Whether every leaf of an expression has one stride along each gathered dimension, and no computed coordinate of its own."""
+    for leaf in leaves([value]):
+        if any(len(leaf.layout.dims[d]) > 1 for d in places):
+            return False
+        if isinstance(leaf, Load) and (leaf.index or leaf.mask is not None):
+            return False
+    return True
+
+
+def _index(low: Lowering, node: Node) -> Expr:
+    source, indices = _arguments(node)[0], list(_arguments(node)[1])
+    shape, rank = tuple(node.meta["val"].shape), source.meta["val"].dim()
+    used = [d for d, i in enumerate(indices) if i is not None]
+    block = torch.broadcast_shapes(*(indices[d].meta["val"].shape for d in used))
+    together = used == list(range(used[0], used[-1] + 1))
+    first = used[0] if together else 0
+    kept: dict[int, int] = {}
+    axis = 0
+    for d in range(rank):
+        if d in used:
+            axis = max(axis, first + len(block)) if together and d == used[0] else axis
+            continue
+        if not together and not kept:
+            axis = len(block)
+        kept[d] = axis
+        axis += 1
+    change = Affine(shape, tuple((0, ((first + a, 1),)) for a in range(len(block))))
+    places = {}
+    for d in used:
+        (places[d],) = view([low.expr(indices[d], block)], change)
+    return _gathered(low, source, places, kept, shape)
+
+
+def _gather(low: Lowering, node: Node) -> Expr:
+    source, dim, index = _arguments(node)[:3]
+    rank = source.meta["val"].dim()
+    dim = dim % rank
+    kept = {d: d for d in range(rank) if d != dim}
+    return _gathered(low, source, {dim: low.values[index]}, kept, tuple(node.meta["val"].shape))
+
+
+def _index_select(low: Lowering, node: Node) -> Expr:
+    source, dim, index = _arguments(node)[:3]
+    shape, rank = tuple(node.meta["val"].shape), source.meta["val"].dim()
+    dim = dim % rank
+    (place,) = view([low.expr(index, (shape[dim],))], Affine(shape, ((0, ((dim, 1),)),)))
+    return _gathered(low, source, {dim: place}, {d: d for d in range(rank) if d != dim}, shape)
+
+
+def _embedding(low: Lowering, node: Node) -> Expr:
+    table, index = _arguments(node)[:2]
+    shape = tuple(node.meta["val"].shape)
+    (place,) = view([low.values[index]], Affine(shape, tuple((0, ((d, 1),)) for d in range(len(shape) - 1))))
+    return _gathered(low, table, {0: place}, {1: len(shape) - 1}, shape)
+
+
+def _scatter(low: Lowering, node: Node) -> Expr:
+    """One write per line: the result is `source` where the coordinate is the index, `self` elsewhere."""
+    target, dim, index, source = _arguments(node)[:4]
+    out = node.meta["val"]
+    shape, dtype, dim = tuple(out.shape), out.dtype, dim % out.dim()
+    wrapped = compute("checked_index", cast(low.expr(index, shape), INDEX), const(shape[dim], INDEX), dtype=INDEX)
+    here = compute("eq", place(shape, dim), wrapped, dtype=torch.bool)
+    value = cast(low.expr(source, shape), dtype) if isinstance(source, Node) else const(source, dtype)
+    return compute("where", here, value, low.values[target], dtype=dtype)
+
+
+def _index_put(low: Lowering, node: Node) -> Expr:
+    """x[mask] = number."""
+    target, (mask,), value = _arguments(node)[:3]
+    out = node.meta["val"]
+    shape = tuple(out.shape)
+    change = Affine(shape, tuple((0, ((d, 1),)) for d in range(mask.meta["val"].dim())))
+    (where,) = view([low.values[mask]], change)
+    return compute("where", where, cast(low.expr(value, shape), out.dtype), low.values[target], dtype=out.dtype)
+
+
+def _one_number_by_mask(node: Node) -> bool:
+    indices, value = _arguments(node)[1:3]
+    more = node.kwargs.get("accumulate") or (len(node.args) > 3 and node.args[3])
+    if more or len(indices) != 1 or indices[0] is None or value.meta["val"].dim():
+        return False
+    mask = indices[0].meta["val"]
+    return mask.dtype is torch.bool and mask.dim() > 0 and node.meta["val"].numel() > 0
+
+
+def _one_write_a_line(node: Node) -> bool:
+    target, dim, index, source = _arguments(node)[:4]
+    shape, written = tuple(target.meta["val"].shape), tuple(index.meta["val"].shape)
+    if not shape or len(node.args) > 4 or node.kwargs or (isinstance(source, Node) and tuple(source.meta["val"].shape) != written):
+        return False
+    return written == (*shape[: dim % len(shape)], 1, *shape[dim % len(shape) + 1 :])
+
+
+def _by_integers(node: Node) -> bool:
+    return node.meta["val"].numel() > 0 and all(i is None or i.meta["val"].dtype in (torch.int64, torch.int32) for i in _arguments(node)[1])
+
+
+def _from_lines(node: Node) -> bool:
+    return _arguments(node)[0].meta["val"].dim() > 0 and node.meta["val"].numel() > 0
+
+
+INDEXING: dict[str, Rule] = {
+    "index.Tensor": _index, "_unsafe_index.Tensor": _index, "gather.default": _gather, "index_select.default": _index_select,
+    "embedding.default": _embedding, "index_put.default": _index_put, "scatter.value": _scatter, "scatter.src": _scatter,
+}  # fmt: skip
+INDEXING_CHECKS: dict[str, Callable[[Node], bool]] = {
+    "index_put.default": _one_number_by_mask, "scatter.value": _one_write_a_line, "scatter.src": _one_write_a_line,
+    "index.Tensor": _by_integers, "_unsafe_index.Tensor": _by_integers,
+    "gather.default": _from_lines, "index_select.default": _from_lines,
+    "embedding.default": lambda n: n.meta["val"].numel() > 0 and not any(n.args[3:]),
+}  # fmt: skip
+
+__all__ = ["INDEX", "INDEXING", "INDEXING_CHECKS", "place"]
