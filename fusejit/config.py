@@ -29,7 +29,9 @@ KNOBS = {
         Knob("strict", "FUSEJIT_STRICT", False, "1 raises where a fallback to eager would be recorded"),
         Knob("debug", "FUSEJIT_DEBUG", False, "1 verifies every pass and checks every launch"),
         Knob("dump", "FUSEJIT_DUMP", "", "comma-separated stages to print: capture, joint, forward, backward, clusters, fused, source"),
-        Knob("dump_dir", "FUSEJIT_DUMP_DIR", "", "a folder that receives each dumped stage as a file (all stages when FUSEJIT_DUMP is empty)"),
+        Knob(
+            "dump_dir", "FUSEJIT_DUMP_DIR", "", "a folder that receives each dumped stage as a file (all stages when FUSEJIT_DUMP is empty)"
+        ),
         Knob("workers", "FUSEJIT_WORKERS", 0, "processes that compile kernels; 0 means one per core, at most 2"),
     )
 }

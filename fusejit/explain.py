@@ -46,9 +46,11 @@ class Report:
         launches: kernel launches in one call; externs: calls of torch's own kernels.
         fallbacks: op, reason and line of what runs eagerly.
         unfused: pairs of clusters that share memory and stay apart, each with a reason.
-        eager: what eager launches: (op, bytes it moves) of each, calls of torch's own kernels included; bytes_eager: their sum; bytes_fused: that kernels and extern calls move here;
+        eager: what eager launches: (op, bytes it moves) of each, calls of torch's own kernels included.
+        bytes_eager: their sum; bytes_fused: that kernels and extern calls move here;
         bytes_minimum: every input of the forward and of the backward read once and every result written once.
-        compile_ms: milliseconds by stage; "forward.render" and the like are parts of "forward". effects: attribute writes that capture put back.
+        compile_ms: milliseconds by stage; "forward.render" and the like are parts of "forward".
+        effects: attribute writes that capture put back.
     """
 
     name: str
@@ -192,7 +194,10 @@ def _boundary(program: Program) -> int:
     """The bytes of what comes into a Program and is read, and of what it makes or changes and keeps."""
     read: dict[str, int] = {}
     buffers, inputs = program.buffers, set(program.inputs)
-    for found in (*(reads_of(k.cluster, buffers) for k in program.kernels), *({n: buffers[n].bytes for n in e.reads} for e in program.externs)):
+    for found in (
+        *(reads_of(k.cluster, buffers) for k in program.kernels),
+        *({n: buffers[n].bytes for n in e.reads} for e in program.externs),
+    ):
         for name in found.keys() & inputs:
             read[name] = max(read.get(name, 0), found[name])
     changed = {b.written_to for b in buffers.values() if b.written_to}

@@ -312,9 +312,9 @@ class JitFunction:
         return self.explain_for(None, args, kwargs)
 
     def explain_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        from . import explain
+        from .explain import report  # the report reads the back end, which a call on the eager backend never loads
 
-        return explain.report(self.specialisation_for(receiver, args, kwargs), self.settings.name)
+        return report(self.specialisation_for(receiver, args, kwargs), self.settings.name)
 
     def cache_info(self) -> CacheInfo:
         """Return how many specialisations there are, and how many calls found one."""

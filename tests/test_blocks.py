@@ -61,9 +61,16 @@ def vectorisable(kernel) -> tuple[int, int]:
         if not fast or fast[0] not in (len(axes) - 1, rows - 1) or per_thread < max(4, n) or axes[fast[0]] % n or layout.offset % n:
             return False
         block = blocks["XBLOCK" if fast[0] < rows or "RBLOCK" not in blocks else "RBLOCK"]
-        return block >= n and all(s % n == 0 for a, s in enumerate(strides) if a != fast[0]) and all(strides[a] != 0 for a in range(len(axes)))
+        return (
+            block >= n and all(s % n == 0 for a, s in enumerate(strides) if a != fast[0]) and all(strides[a] != 0 for a in range(len(axes)))
+        )
 
-    loads = {(node.buffer, node.layout): wide(node.layout, node.dtype.itemsize) for loads in cluster.reads.values() for node in loads if not node.index}
+    loads = {
+        (node.buffer, node.layout): wide(node.layout, node.dtype.itemsize)
+        for loads in cluster.reads.values()
+        for node in loads
+        if not node.index
+    }
     return sum(loads.values()), sum(wide(s.layout, s.dtype.itemsize) for s in cluster.stores)
 
 

@@ -159,7 +159,12 @@ def test_split_makes_two_deterministic_steps():
 
 @pytest.mark.parametrize(
     ("shape", "reduce", "template"),
-    [((64, 64), None, "pointwise"), ((64, 512), 1, "reduction_persistent"), ((4, 70_000), 1, "reduction_looped"), ((4096, 64), 0, "reduction_looped")],
+    [
+        ((64, 64), None, "pointwise"),
+        ((64, 512), 1, "reduction_persistent"),
+        ((4, 70_000), 1, "reduction_looped"),
+        ((4096, 64), 0, "reduction_looped"),
+    ],
 )
 def test_templates(shape, reduce, template):
     f = (lambda x: x + 1) if reduce is None else (lambda x: x.sum(reduce))

@@ -18,7 +18,8 @@ ORDER = [
     *("codegen/split", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
-    *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device", "runtime/workers", "runtime/launch", "runtime/eager"),
+    *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
+    *("runtime/workers", "runtime/launch", "runtime/eager"),
     *("compile", "specialise", "explain", "jit", "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 

@@ -116,7 +116,7 @@ def evaluate(call, tensors):
 
 
 def close(got, wanted, exact) -> str:
-    """"" if `got` is right, what is wrong otherwise; `exact` is the float64 result, or None."""
+    """ "" if `got` is right, what is wrong otherwise; `exact` is the float64 result, or None."""
     if got is None or wanted is None:
         rest = wanted if got is None else got
         return "" if rest is None or not rest.any() else f"a gradient is {'missing' if got is None else 'there that eager does not have'}"
@@ -200,7 +200,7 @@ def record(tally: Tally, report) -> None:
 
 
 def describe(sample) -> str:
-    return f"({', '.join(map(brief, (sample.input, *sample.args)))}, {({k: brief(v) for k, v in sample.kwargs.items()})})"
+    return f"({', '.join(map(brief, (sample.input, *sample.args)))}, { ({k: brief(v) for k, v in sample.kwargs.items()}) })"
 
 
 def brief(value) -> str:

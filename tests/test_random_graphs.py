@@ -25,14 +25,35 @@ def grow(rng: random.Random, values: list[torch.Tensor], plan: list) -> None:
     """Choose one op that fits the values so far, note it in `plan` as a function of the list, and append its result."""
     i = rng.randrange(len(values))
     x = values[i]
-    kind = rng.choice(("add", "mul", "where", "sum", "amax", "permute", "reshape", "slice", "flip", "cat", "pad", "expand", "index", "roll", "stack", "chunk", "wide"))
+    kind = rng.choice(
+        (
+            "add",
+            "mul",
+            "where",
+            "sum",
+            "amax",
+            "permute",
+            "reshape",
+            "slice",
+            "flip",
+            "cat",
+            "pad",
+            "expand",
+            "index",
+            "roll",
+            "stack",
+            "chunk",
+            "wide",
+        )
+    )
     dim = rng.randrange(x.dim()) if x.dim() else 0
     op = None
     if kind in ("add", "mul", "where"):
         fits = [j for j, y in enumerate(values) if broadcasts(x, y)]
         j = rng.choice(fits)
         op = {
-            "add": lambda v: small(v[i] + v[j]), "mul": lambda v: small(v[i] * v[j]), "where": lambda v: torch.where(v[i] > v[j], v[i], -v[j]),
+            "add": lambda v: small(v[i] + v[j]), "mul": lambda v: small(v[i] * v[j]),
+            "where": lambda v: torch.where(v[i] > v[j], v[i], -v[j]),
         }[kind]  # fmt: skip
     elif x.dim() == 0:
         op = lambda v: small(v[i] * 2 + 1)  # noqa: E731

@@ -17,7 +17,16 @@ def test_equal_polynomials_are_the_same():
 
 @pytest.mark.parametrize(
     ("a", "b", "result"),
-    [(12, 4, 3), (13, 4, None), (S * 6, 4, None), (S * 768 + 768, 768, S + 1), (S * S * 6, S * 2, S * 3), (S, T, None), (S + 1, S + 1, 1), (5, 0, None)],
+    [
+        (12, 4, 3),
+        (13, 4, None),
+        (S * 6, 4, None),
+        (S * 768 + 768, 768, S + 1),
+        (S * S * 6, S * 2, S * 3),
+        (S, T, None),
+        (S + 1, S + 1, 1),
+        (5, 0, None),
+    ],
 )
 def test_divide(a, b, result):
     assert divide(a, b) == result

@@ -292,9 +292,7 @@ def nan_to_num(dtype: torch.dtype, x: Expr, nan: float | None = None, posinf: fl
     return _NAN_TO_NUM(dtype, x, nan or 0.0, high, low)
 
 
-def elu_backward(
-    dtype: torch.dtype, grad: Expr, alpha: Number, scale: Number, input_scale: Number, is_result: bool, x: Expr
-) -> Expr:
+def elu_backward(dtype: torch.dtype, grad: Expr, alpha: Number, scale: Number, input_scale: Number, is_result: bool, x: Expr) -> Expr:
     """Gradient of ELU from its input or its result."""
     return _ELU_BACKWARD[bool(is_result)](dtype, grad, x, float(alpha) * float(scale), float(scale), float(input_scale))
 

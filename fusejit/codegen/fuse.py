@@ -389,4 +389,3 @@ def join(a: Cluster, b: Cluster) -> Cluster:
 
 def _first_line(step: Cluster | Extern) -> str:
     return (step.line or step.target) if isinstance(step, Extern) else step.lines[-1] if step.lines else _space(step)
-

@@ -86,7 +86,9 @@ class Lowered:
     reasons: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"buffer {b.name} {b.shape} {str(b.dtype).removeprefix('torch.')} {self.reasons.get(b.name, '')}" for b in self.buffers.values()]
+        lines = [
+            f"buffer {b.name} {b.shape} {str(b.dtype).removeprefix('torch.')} {self.reasons.get(b.name, '')}" for b in self.buffers.values()
+        ]
         return "\n".join([*lines, *(str(s) for s in self.steps), f"outputs {self.outputs}"])
 
 
@@ -191,7 +193,11 @@ class Lowering:
         name, out = short(node.target), node.meta.get("val")
         if node.target is operator.getitem:
             return True
-        tensors = [v for v in torch.utils._pytree.tree_leaves([out, [n.meta.get("val") for n in node.all_input_nodes]]) if isinstance(v, torch.Tensor)]
+        tensors = [
+            v
+            for v in torch.utils._pytree.tree_leaves([out, [n.meta.get("val") for n in node.all_input_nodes]])
+            if isinstance(v, torch.Tensor)
+        ]
         if any(v.dtype not in STORAGE or v.is_sparse or v.is_quantized for v in tensors) or len({v.device for v in tensors}) > 1:
             return False
         if name in VIEWS or name in self.rules:
@@ -208,7 +214,9 @@ class Lowering:
     def trial(self, node: Node) -> None:
         """Try an op table row on stand-ins for its operands."""
         stand_in = lambda n: load("?", contiguous(()), n.meta["val"].dtype)  # noqa: E731
-        lower_pointwise(short(node.target), node.meta["val"].dtype, *torch.fx.node.map_arg((node.args, node.kwargs), stand_in), operand_dtype(node))
+        lower_pointwise(
+            short(node.target), node.meta["val"].dtype, *torch.fx.node.map_arg((node.args, node.kwargs), stand_in), operand_dtype(node)
+        )
 
     def lowered(self, node: Node) -> Value:
         name = short(node.target)
@@ -219,7 +227,9 @@ class Lowering:
             return self.values[source][place]
         if name in VIEWS:
             source = node.args[0]
-            views = VIEWS[name](tuple(source.meta["val"].shape), *node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "memory_format"})
+            views = VIEWS[name](
+                tuple(source.meta["val"].shape), *node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "memory_format"}
+            )
             value = self.values[source]
             for change in views:
                 (value,) = view([value], change)

@@ -191,8 +191,14 @@ _ROWS: list[Op] = [
     _row("rsub", "", "rsub: Tensor Scalar", build=f.rsub),
     _row("mul", "({0} * {1})", "mul: Tensor Scalar, multiply: Tensor Scalar", "any", build=f.mul),
     _row(
-        "div", "({0} / {1})", "div: Tensor Scalar, true_divide: Tensor Scalar, divide: Tensor Scalar",
-        "float", 2, rule="float", build=f.div, exact="fj.div_rn({0}, {1})",
+        "div",
+        "({0} / {1})",
+        "div: Tensor Scalar, true_divide: Tensor Scalar, divide: Tensor Scalar",
+        "float",
+        2,
+        rule="float",
+        build=f.div,
+        exact="fj.div_rn({0}, {1})",
     ),
     _row("div_mode", "", "div: Tensor_mode Scalar_mode, divide: Tensor_mode Scalar_mode", build=f.div),
     _row("div_rn", "fj.div_rn({0}, {1})", "", "float", 3),
@@ -250,8 +256,12 @@ _ROWS: list[Op] = [
     _row("logaddexp2", "fj.logaddexp2({0}, {1})", "logaddexp2", "float", 12),
     _row("xlogy", "fj.xlogy({0}, {1})", "xlogy: Tensor Scalar_Self Scalar_Other", "float", 8, rule="float"),
     _row(
-        "xlog1py", "fj.xlog1py({0}, {1})", "special_xlog1py: default self_scalar other_scalar",
-        "float", 10, rule="float",
+        "xlog1py",
+        "fj.xlog1py({0}, {1})",
+        "special_xlog1py: default self_scalar other_scalar",
+        "float",
+        10,
+        rule="float",
     ),
     # trigonometric and hyperbolic
     *(_unary(n, weight=10) for n in ("sin", "cos", "tan")),
@@ -299,8 +309,11 @@ _ROWS: list[Op] = [
     _row("bitwise_not", "fj.bitwise_not({0})", "bitwise_not", "integral", build=f.by_kind("bitwise_not", "logical_not")),
     *(
         _row(
-            f"{n[0]}shift", f"fj.{n[0]}shift({{0}}, {{1}})",
-            f"bitwise_{n}_shift: Tensor Tensor_Scalar Scalar_Tensor, __{n[0]}shift__: Tensor Scalar", "int", 3,
+            f"{n[0]}shift",
+            f"fj.{n[0]}shift({{0}}, {{1}})",
+            f"bitwise_{n}_shift: Tensor Tensor_Scalar Scalar_Tensor, __{n[0]}shift__: Tensor Scalar",
+            "int",
+            3,
         )
         for n in ("left", "right")
     ),
@@ -308,7 +321,11 @@ _ROWS: list[Op] = [
     _row("where", "tl.where({0}, {1}, {2})", "where: self ScalarSelf ScalarOther Scalar", "any", rule="where", build=f.where),
     _row("masked_fill", "", "masked_fill: Scalar Tensor", "any", rule="fill", build=f.masked_fill),
     _row(
-        "cast", "", "_to_copy, prims.convert_element_type, prims.device_put, clone, lift_fresh_copy, alias", "storable", rule="cast",
+        "cast",
+        "",
+        "_to_copy, prims.convert_element_type, prims.device_put, clone, lift_fresh_copy, alias",
+        "storable",
+        rule="cast",
         build=lambda dtype, x, *_, **__: cast(x, dtype),
     ),
     _row("nan_to_num", "", "nan_to_num", "any", build=f.nan_to_num),
@@ -344,7 +361,8 @@ _ROWS: list[Op] = [
     # eager multiplies by float32's 1 / 6 in every dtype
     _formula("hardsigmoid_backward", "g, x: g * 0.1666666716337204 if (x > -3) & (x < 3) else 0"),
     _formula(
-        "softplus_backward", "g, x, beta, threshold: g if x * beta > threshold else g * exp(x * beta) / (exp(x * beta) + 1)",
+        "softplus_backward",
+        "g, x, beta, threshold: g if x * beta > threshold else g * exp(x * beta) / (exp(x * beta) + 1)",
     ),
     _formula("mish_backward", "g, x: g * (tanh(softplus_(x)) + x * sigmoid(x) * (1 - tanh(softplus_(x)) * tanh(softplus_(x))))"),
     _row("softplus_", "fj.softplus({0})", "", "float", 10),

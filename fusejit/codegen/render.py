@@ -162,7 +162,7 @@ class _Writer:
 
     def grid(self) -> tuple[int, int, int]:
         sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
-        count = lambda v: -(-sizes[v] // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1 # noqa: E731
+        count = lambda v: -(-sizes[v] // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # noqa: E731
         y = count("y") if "y" in sizes else 1
         if y > 65535:
             raise Unsupported("a 2-D tile", f"{y} tiles along the second grid axis, 65535 at most")
@@ -418,4 +418,3 @@ def _number(value: bool | int | float) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
-

@@ -68,7 +68,10 @@ def _drop(value: Expr, rank: int, dims: Sequence[int], shape: Sequence[int], kee
         return value
     after = tuple(1 if d in dims else n for d, n in enumerate(shape))
     for d in sorted(dims, reverse=True):
-        (value,) = view([value], Affine((*after[:d], *after[d + 1 :]), tuple((0, ()) if i == d else (0, ((i - (i > d), 1),)) for i in range(len(after)))))
+        (value,) = view(
+            [value],
+            Affine((*after[:d], *after[d + 1 :]), tuple((0, ()) if i == d else (0, ((i - (i > d), 1),)) for i in range(len(after)))),
+        )
         after = (*after[:d], *after[d + 1 :])
     return value
 
@@ -173,7 +176,11 @@ def _full(value: Callable[[Node], Any]) -> Rule:
 def _arange(low: Lowering, node: Node) -> Expr:
     start, end, *step = node.args if len(node.args) > 1 else (0, node.args[0])
     scale, out = step[0] if step else 1, node.meta["val"]
-    inner = out.dtype if out.dtype.is_floating_point and out.dtype is not torch.float16 and out.dtype is not torch.bfloat16 else (torch.float64 if out.dtype.is_floating_point else INDEX)
+    inner = (
+        out.dtype
+        if out.dtype.is_floating_point and out.dtype is not torch.float16 and out.dtype is not torch.bfloat16
+        else (torch.float64 if out.dtype.is_floating_point else INDEX)
+    )
     place = cast(iota(contiguous(tuple(out.shape)), INDEX), inner)
     scaled = compute("mul", place, const(scale, inner), dtype=inner) if scale != 1 else place
     return cast(compute("add", scaled, const(start, inner), dtype=inner) if start != 0 else scaled, out.dtype)
@@ -189,7 +196,9 @@ def _random(kind: str) -> Rule:
     def rule(low: Lowering, node: Node) -> Expr:
         """One seed a call, drawn from torch's generator, so that torch.manual_seed decides; the element's place is the counter."""
         out = node.meta["val"]
-        seeds = low.taken(torch.empty((1,), dtype=INDEX, device="meta").to("meta") if out.device.type == "meta" else out.new_empty((1,), dtype=INDEX))
+        seeds = low.taken(
+            torch.empty((1,), dtype=INDEX, device="meta").to("meta") if out.device.type == "meta" else out.new_empty((1,), dtype=INDEX)
+        )
         options = (("dtype", INDEX), ("device", out.device))
         low.steps.append(Extern("aten.randint.default", (2**31 - 1, [1]), options, (seeds.name,), False, ""))
         seed = load(seeds.name, strided(tuple(out.shape), [0] * out.dim()), INDEX)
@@ -376,7 +385,10 @@ def _is_reducible(op: str) -> Callable[[Node], bool]:
         out = out[0] if isinstance(out, (tuple, list)) else out
         if not source.numel():  # of nothing: torch knows which reductions are an error
             return op in ("sum", "prod", "any", "all") and product(out.shape) == 0
-        return op in ("any", "all") or (accumulator(out.dtype) if op not in ("argmax", "argmin") else accumulator(source.dtype)) in DTYPES[OPS[op].dtypes]
+        return (
+            op in ("any", "all")
+            or (accumulator(out.dtype) if op not in ("argmax", "argmin") else accumulator(source.dtype)) in DTYPES[OPS[op].dtypes]
+        )
 
     return check
 
@@ -387,14 +399,16 @@ RULES: dict[str, Rule] = {
     "argmax.default": _arg("argmax"), "argmin.default": _arg("argmin"),
     "max.dim": _extremum("amax", "argmax"), "min.dim": _extremum("amin", "argmin"),
     "max.default": _extremum("amax", "argmax"), "min.default": _extremum("amin", "argmin"),
-    "full.default": _full(lambda n: n.args[1]), "full_like.default": _full(lambda n: n.args[1]), "scalar_tensor.default": _full(lambda n: n.args[0]),
+    "full.default": _full(lambda n: n.args[1]), "full_like.default": _full(lambda n: n.args[1]),
+    "scalar_tensor.default": _full(lambda n: n.args[0]),
     "zeros.default": _full(lambda n: 0), "ones.default": _full(lambda n: 1), "zeros_like.default": _full(lambda n: 0),
     "ones_like.default": _full(lambda n: 1), "empty.memory_format": _full(lambda n: 0), "empty_strided.default": _full(lambda n: 0),
     "empty_permuted.default": _full(lambda n: 0), "empty_like.default": _full(lambda n: 0), "new_empty.default": _full(lambda n: 0),
     "new_empty_strided.default": _full(lambda n: 0),
     "new_zeros.default": _full(lambda n: 0), "new_ones.default": _full(lambda n: 1), "new_full.default": _full(lambda n: n.args[2]),
     "arange.start_step": _arange, "arange.start": _arange, "arange.default": _arange, "prims.iota.default": _prims_iota,
-    "rand.default": _random("rand"), "randn.default": _random("randn"), "rand_like.default": _random("rand"), "randn_like.default": _random("randn"),
+    "rand.default": _random("rand"), "randn.default": _random("randn"),
+    "rand_like.default": _random("rand"), "randn_like.default": _random("randn"),
     "cat.default": _cat, "constant_pad_nd.default": _pad, "roll.default": _roll,
     "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "copy_.default": _copy_,
     "copy.default": lambda low, n: cast(low.expr(n.args[1], n.meta["val"].shape), n.meta["val"].dtype),
@@ -402,13 +416,20 @@ RULES: dict[str, Rule] = {
     "split_with_sizes.default": _split, "split.Tensor": _split, "as_strided.default": _as_strided,
     **INDEXING,
 }  # fmt: skip
-for _op, _overloads in {"sum": "default dim_IntList", "prod": "default dim_int", "any": "default dim dims", "all": "default dim dims"}.items():
+for _op, _overloads in {
+    "sum": "default dim_IntList",
+    "prod": "default dim_int",
+    "any": "default dim dims",
+    "all": "default dim dims",
+}.items():
     for _name in _overloads.split():
         RULES[f"{_op}.{_name}"] = _reduce(_op)
 for _op in ("amax", "amin"):
     RULES[f"{_op}.default"] = _reduce(_op)
 CHECKS |= {
-    name: _is_reducible({"mean": "sum", "var": "sum", "var_mean": "sum", "max": "amax", "min": "amin"}.get(name.split(".")[0], name.split(".")[0]))
+    name: _is_reducible(
+        {"mean": "sum", "var": "sum", "var_mean": "sum", "max": "amax", "min": "amin"}.get(name.split(".")[0], name.split(".")[0])
+    )
     for name in RULES
     if name.split(".")[0] in ("mean", "var", "var_mean", "max", "min", "sum", "prod", "any", "all", "amax", "amin", "argmax", "argmin")
 }
@@ -421,6 +442,8 @@ CHECKS |= {
     "arange.start_step": lambda n: all(isinstance(a, int) or n.meta["val"].dtype.is_floating_point for a in n.args),
     "constant_pad_nd.default": lambda n: n.meta["val"].numel() > 0 and min(n.args[1], default=0) >= -(2**31),
 }  # fmt: skip
-CHECKS |= {k: lambda n: n.meta["val"].dtype.is_floating_point for k in ("rand.default", "randn.default", "rand_like.default", "randn_like.default")}
+CHECKS |= {
+    k: lambda n: n.meta["val"].dtype.is_floating_point for k in ("rand.default", "randn.default", "rand_like.default", "randn_like.default")
+}
 
 __all__ = ["RULES", "Iota", "Ref", "short"]

@@ -104,7 +104,8 @@ ALIASES: dict[str, Callable[..., Views]] = {
 }  # fmt: skip
 # New tensors that only rename positions: read through the layout, a buffer of their own when one is needed.
 COPIES: dict[str, Callable[..., Views]] = {
-    "clone.default": _same, "contiguous.default": _same, "lift_fresh_copy.default": _same, "lift_fresh.default": _same, "flip.default": _flip,
+    "clone.default": _same, "contiguous.default": _same,
+    "lift_fresh_copy.default": _same, "lift_fresh.default": _same, "flip.default": _flip,
     "repeat.default": _repeat, "view_copy.default": _reshape, "permute_copy.default": _permute, "expand_copy.default": _expand,
     "slice_copy.Tensor": _slice, "select_copy.int": _select, "transpose_copy.int": _transpose, "unsqueeze_copy.default": _unsqueeze,
     "diagonal_copy.default": _diagonal, "detach_copy.default": _same, "_reshape_copy.default": _reshape, "alias_copy.default": _same,

@@ -364,5 +364,3 @@ def i0e(x):
 def i1e(x):
     z = tl.abs(x)
     return tl.where(z < 60.0, i1(x) * exp(neg(z)), copysign(_scaled_bessel_i(z, 4), x))
-
-
