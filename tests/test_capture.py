@@ -270,3 +270,29 @@ def test_lines(monkeypatch):
             if n.op == "call_function":
                 print(st, n, user_line(n))
                 assert "test_capture" in user_line(n), (st, n)
+
+
+def test_garbage_collected_while_tracing():
+    """A generator under no_grad that the collector closes in the middle of a trace leaves no mark in the graph."""
+
+    @torch.no_grad()
+    def numbers():
+        yield from range(5)
+
+    def f(x):
+        ring = [numbers()]
+        next(ring[0])
+        ring.append(ring)
+        del ring
+        garbage = [[] for _ in range(3000)]  # enough for the collector to run by itself
+        for item in garbage:
+            item.append(item)
+        return x * 2
+
+    jitted, x = jit(f), leaf(3)
+    for _ in range(5):
+        jitted.cache_clear()
+        jitted(x)
+        found = jitted.specialisation(x)
+        assert not found.fallbacks
+        assert [node.op for node in found.record["capture"].graph.nodes] == ["placeholder", "call_function", "output"]

@@ -71,3 +71,14 @@ def test_second(backend):
     else:
         with pytest.raises(fusejit.FusejitError, match="eager"):
             g.sum().backward()
+
+
+def test_without_gradients_there_is_no_backward():
+    x = torch.randn(4, 8, requires_grad=True)
+    jitted = jit(lambda x: (x * 2).tanh(), backend="interpret")
+    for region in (torch.no_grad, torch.inference_mode):
+        with region():
+            report = jitted.explain(x)
+            assert report.forward.launches == 1 and report.backward.launches == 0
+            assert not jitted(x).requires_grad
+    assert jitted.explain(x).backward.launches == 1

@@ -18,6 +18,7 @@ Nothing of the capture stays behind: attributes, containers and globals that the
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 import threading
@@ -323,13 +324,19 @@ def keeps_count(func: Any) -> bool:
 
 @contextlib.contextmanager
 def capture_state() -> Iterator[None]:
-    """Trace outside inference mode (its tensors cannot be traced), keeping its absence of gradients; put functorch back."""
+    """Trace outside inference mode (its tensors cannot be traced), keeping its absence of gradients; put functorch back.
+
+    The garbage collector waits: a generator under `no_grad` that it closes would switch gradients in the middle of the graph.
+    """
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    depth, collecting = torch._C._functorch.get_dynamic_layer_stack_depth(), gc.isenabled()
+    gc.disable()
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(grad and not inference):
             yield
     finally:
+        if collecting:
+            gc.enable()
         torch._C._set_grad_enabled(grad)
         if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)

@@ -306,6 +306,9 @@ class _Tape:
             self.writer.asserts = True
             mask = self.writer.mask([], columns=self.writer.full[node]) or "None"
             lines.append(f"fj.check_index({name}, {self.text(node.args[1])}, {mask})")
+            if not self.writer.wide:  # in bounds, so 32 bits hold it: half the registers of a long row of indices
+                lines.append(f"{name} = {name}.to(tl.int32)")
+                self.narrow.add(node)
         return lines
 
     def _iota(self, node: Iota) -> list[str]:
