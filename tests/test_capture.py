@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import stub
 import torch
 import torch.nn.functional as F
 from front import check, leaf
@@ -17,8 +16,7 @@ from fusejit.errors import Unsupported
 
 
 @pytest.fixture(params=["eager", "interpret"])
-def backend(request: Any, monkeypatch: Any) -> str:
-    stub.install(monkeypatch)
+def backend(request: Any) -> str:
     return request.param
 
 
@@ -255,9 +253,7 @@ def test_customfn(backend):
     assert j.cache_info().fallbacks == 1
 
 
-def test_lines(monkeypatch):
-    stub.install(monkeypatch)
-
+def test_lines():
     def f(x):
         y = x.sin()
         z = y * x.cos()

@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-import stub
 import torch
 from front import leaf
 
@@ -15,8 +14,7 @@ from fusejit import jit
 
 
 @pytest.fixture(params=["eager", "interpret"])
-def backend(request: Any, monkeypatch: Any) -> str:
-    stub.install(monkeypatch)
+def backend(request: Any) -> str:
     return request.param
 
 

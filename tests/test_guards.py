@@ -6,15 +6,13 @@ import copy
 from typing import Any
 
 import pytest
-import stub
 import torch
 
 from fusejit import jit
 
 
 @pytest.fixture(params=["eager", "interpret"])
-def backend(request: Any, monkeypatch: Any) -> str:
-    stub.install(monkeypatch)
+def backend(request: Any) -> str:
     return request.param
 
 
