@@ -56,3 +56,11 @@ class Replay:
 
     def __call__(self) -> float:
         return next(self._readings)
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:
+    """Keep of the host what its figures depend on."""
+    kept = {key: machine_info[key] for key in ("machine", "system", "python_version")}
+    cpu = {key: machine_info["cpu"].get(key) for key in ("arch", "bits", "count", "brand_raw")}
+    machine_info.clear()
+    machine_info.update(kept | {"cpu": cpu})

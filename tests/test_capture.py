@@ -292,3 +292,14 @@ def test_garbage_collected_while_tracing():
         found = jitted.specialisation(x)
         assert not found.fallbacks
         assert [node.op for node in found.record["capture"].graph.nodes] == ["placeholder", "call_function", "output"]
+
+
+def test_a_seed_set_inside(backend):
+    def f(x):
+        torch.manual_seed(3)
+        return torch.rand(4) + x
+
+    jitted = jit(f, backend=backend)
+    torch.testing.assert_close(jitted(torch.zeros(4)), jitted(torch.zeros(4)))
+    torch.testing.assert_close(jitted(torch.zeros(4)), f(torch.zeros(4)))
+    assert "manual_seed" in jitted.specialisation(torch.zeros(4)).fallbacks[0].op

@@ -243,6 +243,9 @@ def test_an_index_out_of_bounds_is_an_error_and_the_next_call_works():
     with pytest.raises(IndexError):
         f(x, torch.tensor([0, 7]))
     torch.testing.assert_close(f(x, torch.tensor([0, -1])), x[[0, -1]] * 2)
+    for g, y in ((lambda y, i: y.expand(4, 3)[i] + 1, torch.randn(1, 3)), (lambda y, i: torch.ones(4)[i] + y[0], torch.randn(1))):
+        with pytest.raises(IndexError):  # an index along which nothing moves
+            fusejit.jit(g, backend="interpret")(y, torch.tensor([0, 9]))
 
 
 GOLDEN_KERNELS = {

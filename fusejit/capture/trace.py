@@ -242,6 +242,7 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
     """Run the body once; whatever happens, put the user's objects back."""
     watcher = LOCAL.recorder = Recorder()
     generators = random.getstate(), numpy_state()
+    seeded = torch.get_rng_state()
     error: BaseException | None = None
     try:
         for item in (fn, *watch, *leaves):
@@ -262,6 +263,9 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
     if generators[0] != random.getstate() or generators[1] != numpy_state():
         restore_generators(generators)
         raise Unsupported("Python's or numpy's random numbers", "would be frozen into the graph; use torch's, or pass them as arguments")
+    if not torch.equal(seeded, torch.get_rng_state()):  # fake tensors draw nothing, so the body has set it
+        torch.set_rng_state(seeded)
+        raise Unsupported("torch.manual_seed inside a jitted function", "it would take effect at capture only; call it outside")
     captured.effects = effects
     return captured
 

@@ -40,8 +40,13 @@ def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[i
     checked = {d: compute("checked_index", cast(e, INDEX), const(old[d], INDEX), dtype=INDEX) for d, e in places.items()}
     change = Affine(shape, tuple((0, ((kept[d], 1),)) if d in kept else (0, ()) for d in range(len(old))))
     value = low.values[source]
-    if not _follows(value, places) or (not isinstance(value, Load) and product(shape) > product(old)):
+    grows = not isinstance(value, Load) and product(shape) > product(old)
+    if grows or not _follows(value, places):
         value = low.store(value, source.meta["val"], source, "indexed by data")
+
+    # an index along which nothing moves (an expanded dimension) still has to be in bounds: its term stays, with a stride of 0
+    found = [leaf for leaf in leaves([value]) if isinstance(leaf, Load)]
+    unmoved = {d for d in places if all(leaf.layout.dims[d][0].stride == 0 for leaf in found)}
 
     def visit(leaf: Expr) -> Expr:
         """Let a leaf of the source stand at the data-dependent coordinates."""
@@ -49,7 +54,7 @@ def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[i
             return leaf
         layout, rest = apply(leaf.layout, change)
         assert not rest
-        terms = tuple((e, leaf.layout.dims[d][0].stride) for d, e in checked.items() if leaf.layout.dims[d][0].stride != 0)
+        terms = tuple((e, leaf.layout.dims[d][0].stride) for d, e in checked.items() if d in unmoved or leaf.layout.dims[d][0].stride != 0)
         if isinstance(leaf, Load):
             return load(leaf.buffer, layout, leaf.dtype, terms)
         number = iota(layout, leaf.dtype)
@@ -63,7 +68,10 @@ def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[i
 
 def _follows(value: Expr, places: dict[int, Expr]) -> bool:
     """Whether every leaf of an expression has one stride along each gathered dimension, and no computed coordinate of its own."""
-    for leaf in leaves([value]):
+    found = leaves([value])
+    if not any(isinstance(leaf, Load) for leaf in found):
+        return False  # a constant: without a load there is nothing to check the index with
+    for leaf in found:
         if any(len(leaf.layout.dims[d]) > 1 for d in places):
             return False
         if isinstance(leaf, Load) and (leaf.index or leaf.mask is not None):
