@@ -161,9 +161,12 @@ def dropout_residual_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bia
 def _dropout_reference(
     outputs: Sequence[Tensor], x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, p: float
 ) -> tuple[Tensor, Tensor]:
-    """The same with the mask that `outputs` shows: where x has a gradient, or else where the stream moved at least half of its way."""
+    """The same with the mask that `outputs` shows: an element was kept if the stream moved at least half of its way, or better, where the
+    stream has a gradient, if x has one too."""
     moved = (outputs[1].detach() - residual.detach()).to(x.dtype)
-    kept = outputs[2] != 0 if len(outputs) > 2 else moved / x.detach() * (1 - p) > 0.5
+    kept = moved / x.detach() * (1 - p) > 0.5
+    if len(outputs) > 2:
+        kept = torch.where(outputs[3] != 0, outputs[2] != 0, kept)
     stream = residual + x * kept.to(x.dtype) / (1 - p)
     return F.layer_norm(stream, stream.shape[-1:], weight, bias), stream
 

@@ -25,9 +25,9 @@ benchmarks() { limit "$python" -m pytest -q -p no:cacheprovider --override-ini a
 case $part in
   correctness) limit "$python" -m pytest -q -m gpu tests --ignore=tests/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
   opinfo) limit "$python" -m pytest -q -m gpu tests/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
-  blocks) benchmarks perf/test_blocks.py -k "test_block and not torch.compile" ;;
-  peer) benchmarks perf/test_blocks.py -k "test_block and torch.compile" ;;
-  models) benchmarks perf/test_blocks.py -k test_model ;;
+  blocks) benchmarks perf/test_blocks.py::test_block -k "not torch.compile" ;;
+  peer) benchmarks perf/test_blocks.py::test_block -k torch.compile ;;
+  models) benchmarks perf/test_blocks.py::test_model ;;
   compile) benchmarks perf/test_compile.py ;;
   bench) limit "$python" -m fusejit bench --json "$json" ;;
   *) echo "no part $part" >&2; exit 2 ;;
