@@ -27,6 +27,7 @@ from .codegen.rules import RULES
 from .codegen.schedule import schedule
 from .codegen.simplify import simplify
 from .codegen.split import split
+from .errors import CompileError
 from .runtime.launch import compile_all, kernel
 from .runtime.workers import KernelSpec, compile_kernels
 
@@ -72,7 +73,11 @@ def compile_graph(
     rendered = tuple(k for k in kernels if k is not None)
     program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, device, rendered, clock.spent)
     note("source", program.source)
-    _compile_kernels(program, options)
+    try:
+        _compile_kernels(program, options)
+    except CompileError as error:
+        lines = next((k.ops for k in program.kernels if k.name in str(error)), ())
+        raise CompileError(f"{error}\nthe kernel was made of:\n" + "\n".join(f"  {line}" for line in lines)) from error
     clock("kernels", None)
     return program
 

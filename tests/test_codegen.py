@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusejit
+import fusejit.compile
 from fusejit.codegen.cluster import Cluster, Const, Store, cast, compute, const, iota, load, postorder, view
 from fusejit.codegen.decompose import table
 from fusejit.codegen.fuse import fuse as fuse_pass
@@ -207,7 +209,8 @@ def test_program_source_runs_by_itself(tmp_path):
     f = fusejit.jit(lambda x, w: (x @ w).softmax(-1), backend="interpret")
     path = tmp_path / "program.py"
     path.write_text(f.program(torch.randn(4, 8), torch.randn(8, 6)).source)
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=120)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(GOLDEN.parent.parent)}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "tensor(" in done.stdout
 
@@ -246,6 +249,23 @@ def test_an_index_out_of_bounds_is_an_error_and_the_next_call_works():
     for g, y in ((lambda y, i: y.expand(4, 3)[i] + 1, torch.randn(1, 3)), (lambda y, i: torch.ones(4)[i] + y[0], torch.randn(1))):
         with pytest.raises(IndexError):  # an index along which nothing moves
             fusejit.jit(g, backend="interpret")(y, torch.tensor([0, 9]))
+
+
+def test_a_kernel_that_does_not_compile_names_the_users_line(monkeypatch):
+    good = fusejit.compile.render
+
+    def broken(*args, **kwargs):
+        kernel = good(*args, **kwargs)
+        return dataclasses.replace(kernel, source=kernel.source.replace("tl.store", "tl.no_such_store"))
+
+    def f(x):
+        return x.exp() + 1
+
+    monkeypatch.setattr("fusejit.compile.render", broken)
+    with pytest.raises(fusejit.CompileError, match=r"(?s)does not compile.*test_codegen.py:\d+: return x.exp\(\) \+ 1"):
+        fusejit.compile_for(f, (torch.randn(64),))
+    monkeypatch.undo()
+    assert fusejit.compile_for(f, (torch.randn(64),)).kernels[0].n_spills == 0  # nothing of the failure stays
 
 
 GOLDEN_KERNELS = {
