@@ -25,7 +25,7 @@ from .cluster import Cluster, Expr, Load, Store, cast, load, view
 from .decompose import short
 from .layout import Layout, contiguous, expand, strided
 from .ops import POINTWISE, RULES, STORAGE, lower_pointwise
-from .realize import base, is_alias, realize, worth_a_buffer
+from .realize import is_alias, realize, worth_a_buffer
 from .size import product
 from .views import VIEWS
 
@@ -352,6 +352,3 @@ def line_of(node: Node) -> str:
     head, _, code = entries[-1].partition("\n")
     name, _, rest = head.partition('", line ')
     return f"{name.rsplit('/', 1)[-1]}:{rest.split(',')[0].strip()}: {code.strip().splitlines()[0] if code.strip() else ''}"
-
-
-__all__ = ["Buffer", "Extern", "Lowered", "Lowering", "Ref", "base", "lower"]

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .cluster import Cluster, Expr, Iota, Load, Store, cast, compute, const, iota, load, random, reduction, rewrite, view
-from .decompose import short
+from .cluster import Cluster, Expr, Load, Store, cast, compute, const, iota, load, random, reduction, rewrite, view
 from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
 from .layout import Affine, Reshape, contiguous, permute, slice_, strided
-from .lower import CHECKS, Extern, Lowering, Ref, Rule
+from .lower import CHECKS, Extern, Lowering, Rule
 from .ops import DTYPES, OPS
 from .size import product
 
@@ -445,5 +444,3 @@ CHECKS |= {
 CHECKS |= {
     k: lambda n: n.meta["val"].dtype.is_floating_point for k in ("rand.default", "randn.default", "rand_like.default", "randn_like.default")
 }
-
-__all__ = ["RULES", "Iota", "Ref", "short"]

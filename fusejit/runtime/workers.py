@@ -341,13 +341,6 @@ def compile_kernels(specs: Sequence[KernelSpec], target: str = "sm_90", fresh: b
     return [results[spec] for spec in specs]
 
 
-def warm_up() -> None:
-    """Start the workers now, so that they are ready when the first kernels come."""
-    with _lock:
-        while len(_idle) < worker_count(2):
-            _idle.append(_Worker())
-
-
 if __name__ == "__main__":
     # the package without its __init__, which would import torch
     package = types.ModuleType("fusejit")
