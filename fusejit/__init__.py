@@ -10,7 +10,9 @@ In: a function or an `nn.Module`. Out: the same, compiled on its first call.
 from __future__ import annotations
 
 from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupported
-from .jit import JitFunction, JitModule, disable_jit, jit
+from .function import JitFunction, disable_jit
+from .jit import jit
+from .module import JitModule
 from .specialise import compile_for
 
 __version__ = "0.1.0"

@@ -20,7 +20,7 @@ ORDER = [
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/launch", "runtime/eager"),
-    *("compile", "specialise", "explain", "jit", "blocks", "bench", "cli", "__main__"),
+    *("compile", "specialise", "explain", "function", "module", "jit", "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 
 FILES = sorted(ROOT.rglob("*.py"))

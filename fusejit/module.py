@@ -1,0 +1,129 @@
+"""`JitModule`: an `nn.Module` that runs compiled and is otherwise the original: its parameters, buffers, names, methods.
+
+In: a module and `Settings`. Out: a module.
+
+    >>> fast = JitModule(model, Settings())
+    >>> fast.state_dict().keys() == model.state_dict().keys()
+    True
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .function import CacheInfo, JitFunction
+from .specialise import Settings, Specialisation
+
+FUNCTIONS: weakref.WeakKeyDictionary[torch.nn.Module, dict[Settings, weakref.ref[JitFunction]]] = weakref.WeakKeyDictionary()
+"""The jitted functions of modules, so that jitting a module twice compiles once."""
+
+
+class JitModule(torch.nn.Module):
+    """A jitted `nn.Module`: the same parameters, buffers, names and methods; calling it runs the compiled module.
+
+    `state_dict`, `parameters`, `train`, `to` and the like are the original's; hooks registered on the JitModule run around the
+    compiled call.
+    """
+
+    _fusejit_ready = False
+
+    def __init__(self, module: torch.nn.Module, settings: Settings) -> None:
+        super().__init__()
+        own = self.__dict__
+        for name in ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            own.pop(name, None)
+        own["__wrapped__"] = module
+        settings = replace(settings, name=settings.name or type(module).__name__)
+        known = FUNCTIONS.setdefault(module, {})
+        function = known[settings]() if settings in known else None
+        if function is None:
+            function = JitFunction(module, settings)
+            known[settings] = weakref.ref(function)
+        own["_fusejit_function"] = function
+        own["_fusejit_settings"] = settings
+        own["_fusejit_ready"] = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fusejit_function.call(None, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__wrapped__" or "__wrapped__" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["__wrapped__"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._fusejit_ready or name in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.__wrapped__, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__wrapped__, name)
+
+    def __reduce__(self) -> Any:
+        return (JitModule, (self.__wrapped__, self._fusejit_settings))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
+
+    def __repr__(self) -> str:
+        return f"JitModule({self.__wrapped__!r})"
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.__wrapped__)})
+
+    def __len__(self) -> int:
+        return len(self.__wrapped__)
+
+    def __iter__(self) -> Any:
+        return iter(self.__wrapped__)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__wrapped__[index]
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """See `JitFunction.explain`."""
+        return self._fusejit_function.explain(*args, **kwargs)
+
+    def program(self, *args: Any, **kwargs: Any) -> Any:
+        """See `JitFunction.program`."""
+        return self._fusejit_function.program(*args, **kwargs)
+
+    def specialisation(self, *args: Any, **kwargs: Any) -> Specialisation:
+        return self._fusejit_function.specialisation(*args, **kwargs)
+
+    def cache_info(self) -> CacheInfo:
+        """See `JitFunction.cache_info`."""
+        return self._fusejit_function.cache_info()
+
+
+def forwarded(name: str) -> Callable:
+    """A method that is the original module's; where that returns itself, the JitModule."""
+    original = getattr(torch.nn.Module, name)
+
+    @functools.wraps(original)
+    def method(self: JitModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.__wrapped__, name)(*args, **kwargs)
+        return self if result is self.__wrapped__ else result
+
+    return method
+
+
+# What nn.Module defines and a JitModule takes from the original: everything about its contents, nothing about calls and hooks.
+CONTENTS = (
+    "state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict", "named_parameters", "parameters",
+    "named_buffers", "buffers", "named_children", "children", "named_modules", "modules", "train", "eval", "requires_grad_",
+    "zero_grad", "_apply", "apply", "cuda", "cpu", "type", "float", "double", "half", "bfloat16", "to", "to_empty", "share_memory",
+    "register_buffer", "register_parameter", "register_module", "add_module", "get_submodule", "set_submodule", "get_parameter",
+    "get_buffer", "get_extra_state", "set_extra_state", "extra_repr", "_named_members", "register_load_state_dict_post_hook",
+    "register_state_dict_pre_hook", "_register_state_dict_hook", "register_load_state_dict_pre_hook",
+)  # fmt: skip
+for _name in CONTENTS:
+    if hasattr(torch.nn.Module, _name):
+        setattr(JitModule, _name, forwarded(_name))
