@@ -18,11 +18,14 @@ from torch.fx import GraphModule
 
 from . import config
 from .codegen.cluster import Cluster
+from .codegen.foreach import foreach
 from .codegen.fuse import fuse
 from .codegen.lower import Extern, Lowered, lower
+from .codegen.pattern import Foreach
 from .codegen.plan import plan
 from .codegen.program import Program, verify
 from .codegen.render import Kernel, render
+from .codegen.render_foreach import render_foreach
 from .codegen.rules import RULES
 from .codegen.schedule import schedule
 from .codegen.simplify import simplify
@@ -64,6 +67,8 @@ def compile_graph(
     note("clusters", lowered)
     fused, unfused = clock("fuse", fuse(lowered, reductions=options.jit_level != "O1"))
     fused = clock("split", split(fused))
+    if options.jit_level != "O1":
+        fused = clock("foreach", foreach(fused))
     note("fused", fused)
     kernels = clock("render", _kernels(fused, options))
     steps = clock("plan", plan(fused, kernels))
@@ -86,8 +91,8 @@ def _kernels(fused: Lowered, options: Options) -> list[Kernel | None]:
     """Schedule and render every cluster; None stands for an extern call."""
     result: list[Kernel | None] = []
     for step in fused.steps:
-        if isinstance(step, Extern):
-            result.append(None)
+        if isinstance(step, Extern | Foreach):
+            result.append(render_foreach(step, fused.buffers, options.numerics) if isinstance(step, Foreach) else None)
             continue
         assert isinstance(step, Cluster)
         ready, tiles = schedule(step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -42,8 +43,50 @@ def table() -> dict[torch._ops.OpOverload, Callable]:
     for op in (torch.ops.aten.bucketize.Tensor, torch.ops.aten.bucketize.Scalar):
         if op in found:
             found[op] = _unless_a_number(found[op])
+    found |= {op: _each(op) for op in _foreach_ops()}
     own = POINTWISE.keys() | REDUCTIONS.keys() | {"sum.default", "all.default", "any.default"}
     return {op: rule for op, rule in found.items() if short(op) not in own and short(op).split(".")[0] not in WHOLE}
+
+
+# torch._foreach_* ops whose namesake in torch has another name or other arguments
+APART: dict[str, Callable] = {
+    "copy": lambda x, source, non_blocking=False: torch.ops.aten.copy(x, source, non_blocking),
+    "zero": torch.zeros_like,
+    "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
+    "addcmul": lambda x, one, two, value=1: torch.addcmul(x, one, two, value=value),
+    "addcdiv": lambda x, one, two, value=1: torch.addcdiv(x, one, two, value=value),
+    "maximum": lambda x, y: torch.maximum(x, y) if isinstance(y, torch.Tensor) else torch.clamp_min(x, y),
+    "minimum": lambda x, y: torch.minimum(x, y) if isinstance(y, torch.Tensor) else torch.clamp_max(x, y),
+}
+NOT_EACH = ("mm", "powsum")
+
+
+def _foreach_ops() -> list[torch._ops.OpOverload]:
+    """Return the functional torch._foreach_* ops that are one op on each tensor."""
+    names = {s.name.removeprefix("aten::") for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::_foreach_")}
+    found = []
+    for name in sorted(n for n in names if not n.endswith("_") and n.removeprefix("_foreach_") not in NOT_EACH):
+        packet = getattr(torch.ops.aten, name)
+        found += [getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out")]
+    one_tensor_of_scalars = ("addcmul.Tensor", "addcdiv.Tensor")  # they read its values
+    return [op for op in found if not short(op).endswith(one_tensor_of_scalars)]
+
+
+def _each(op: torch._ops.OpOverload) -> Callable:
+    """Return a foreach op as its namesake on every tensor: lists go to it element by element, everything else as it is."""
+    name = op._schema.name.removeprefix("aten::_foreach_")
+    one = APART.get(name) or getattr(torch, name)
+    lists = {a.name for a in op._schema.arguments if isinstance(a.type, torch.ListType)}
+
+    def decomposition(*args: Any, **kwargs: Any) -> list[Any]:
+        named = [*zip((a.name for a in op._schema.arguments), args, strict=False)]
+        count = len(next(value for name, value in named if name in lists))
+        return [
+            one(*(value[i] if name in lists else value for name, value in named), **{k: v for k, v in kwargs.items() if v is not None})
+            for i in range(count)
+        ]
+
+    return decomposition
 
 
 def _unless_a_number(rule: Callable) -> Callable:

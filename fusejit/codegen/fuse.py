@@ -10,12 +10,14 @@ cluster reads is never written. Ideas: Inductor's scheduler (greedy, by score), 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from .cluster import Cluster, Expr, Load, Reduce, Store, cast, compute, const, rewrite
 from .layout import Affine, permute
 from .lower import Buffer, Extern, Lowered, refs
+from .pattern import Foreach, pattern, places
 from .realize import MAX_WEIGHT, weight
 from .size import product
 
@@ -52,13 +54,14 @@ class _Fusing:
 
     def __init__(self, lowered: Lowered, reductions: bool) -> None:
         self.lowered, self.reductions = lowered, reductions
-        self.steps: dict[int, Cluster | Extern] = dict(enumerate(lowered.steps))
+        self.steps: dict[int, Cluster | Extern] = {i: s for i, s in enumerate(lowered.steps) if not isinstance(s, Foreach)}
         self.kept = {ref.buffer for ref in refs(lowered.outputs)} | {b.name for b in lowered.buffers.values() if b.written_to}
         self.kept |= {name for s in lowered.steps if isinstance(s, Extern) for name in s.reads}
         self.producer: dict[str, int] = {}
         self.readers: dict[str, set[int]] = {}
         self.above: dict[int, int] = {}
         self.refused: dict[tuple[int, int], str] = {}
+        self.twins: set[int] | None = None
         for i, step in self.steps.items():
             for name in reads(step):
                 self.readers.setdefault(name, set()).add(i)
@@ -86,6 +89,8 @@ class _Fusing:
             score, i, j = heapq.heappop(heap)
             if i not in self.steps or j not in self.steps or (i, j) in self.refused:
                 continue
+            if self.reductions and self.left_to_foreach(i, j):
+                continue
             try:
                 merged = self.merge(i, j)
             except Refused as refusal:
@@ -110,6 +115,19 @@ class _Fusing:
             if isinstance(self.steps.get(j), Cluster):
                 a, b = (i, j) if not self.above[i] >> j & 1 and i < j or self.above[j] >> i & 1 else (j, i)
                 heapq.heappush(heap, (-self.saved(a, b), a, b))
+
+    def left_to_foreach(self, i: int, j: int) -> bool:
+        """Whether two steps share single elements only (a learning rate) and one has a twin: all twins will be one launch anyway."""
+        a, b = self.steps[i], self.steps[j]
+        shared = reads(a) & reads(b)
+        if writes(a) & reads(b) or any(product(self.lowered.buffers[name].shape) > 1 for name in shared):
+            return False
+        if self.twins is None:  # the pairs with the least to save come last: by now the steps have almost taken their shape
+            known = places(self.lowered.buffers)
+            found = {k: pattern(step, known) for k, step in self.steps.items() if isinstance(step, Cluster)}
+            count = Counter(row.key for row in found.values() if row is not None)
+            self.twins = {k for k, row in found.items() if row is not None and count[row.key] > 1}
+        return i in self.twins or j in self.twins
 
     def saved(self, i: int, j: int) -> int:
         """Return the bytes that merging saves: shared reads once, a value handed on in registers neither written nor read."""

@@ -25,6 +25,7 @@ from .cluster import Cluster, Expr, Load, Store, cast, load, view
 from .decompose import short
 from .layout import Layout, contiguous, expand, strided
 from .ops import POINTWISE, RULES, STORAGE, lower_pointwise
+from .pattern import Foreach
 from .realize import is_alias, realize, worth_a_buffer
 from .size import product
 from .views import VIEWS
@@ -81,7 +82,7 @@ class Extern:
 class Lowered:
     buffers: dict[str, Buffer]
     inputs: tuple[str | None, ...]
-    steps: tuple[Cluster | Extern, ...]
+    steps: tuple[Cluster | Extern | Foreach, ...]
     outputs: tuple[Any, ...]
     reasons: dict[str, str]
 

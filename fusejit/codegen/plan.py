@@ -8,12 +8,14 @@ A result takes the memory of an operand that dies with it; other freed memory go
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .cluster import Cluster
 from .lower import Buffer, Extern, Lowered, refs
+from .pattern import Foreach
 from .render import Kernel
 
 
@@ -89,14 +91,20 @@ def _last_uses(lowered: Lowered, kernels: Sequence[Kernel | None]) -> dict[str, 
     return last
 
 
-def _in_place(cluster: Cluster, dying: set[str], made: list[str], buffers: dict[str, Buffer]) -> dict[str, str]:
+def _in_place(step: Cluster | Foreach, dying: set[str], made: list[str], buffers: dict[str, Buffer]) -> dict[str, str]:
     """Return {result: operand whose memory it takes}: an operand that dies here and is read only where the result is written."""
     found: dict[str, str] = {}
-    for store in cluster.stores:
+    if isinstance(step, Foreach):  # members run at once: none may write what another one reads
+        readers = Counter(name for member in step.members for name in member.reads)
+        own = {name for name in dying if readers[name] == 1}
+        for member in step.members:
+            found |= _in_place(member, own & member.reads.keys(), made, buffers)
+        return found
+    for store in step.stores:
         if store.buffer not in made or store.index:
             continue
         for name in sorted(dying - set(found.values())):
-            loads = cluster.reads.get(name, ())
+            loads = step.reads.get(name, ())
             same = all(n.layout == store.layout and not n.index and n.mask is None for n in loads)
             if loads and same and _alike(buffers[name], buffers[store.buffer]):
                 found[store.buffer] = name

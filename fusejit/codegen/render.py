@@ -23,6 +23,7 @@ from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Random, Reduce, 
 from .layout import Layout, permute
 from .lower import Buffer
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
+from .pattern import Foreach
 from .schedule import Schedule, second_axis
 from .size import product
 
@@ -55,7 +56,7 @@ class Kernel:
     ops: tuple[str, ...]
     bytes_read: int
     bytes_written: int
-    cluster: Cluster
+    cluster: Cluster | Foreach
     schedule: Schedule
     compiled: Any = None
 
@@ -78,17 +79,25 @@ def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numeri
     writes = tuple(dict.fromkeys(buffers[s.buffer].written_to or s.buffer for s in cluster.stores))
     names = {b: f"in{i}" for i, b in enumerate(reads)} | {b: f"out{i}" for i, b in enumerate(w for w in writes)}
     arguments = tuple(dict.fromkeys((*reads, *writes)))
-    writer = _Writer(cluster, tiles, buffers, names, numerics)
-    fields = writer.write()
-    body = _template(tiles.template).render(name="NAME", params=", ".join(names[a] for a in arguments), **fields)
+    writer = Writer(cluster, tiles, buffers, names, numerics)
+    return finish(cluster, tiles, writer.write(), buffers, arguments, writer.grid(), numerics, writer.asserts)
+
+
+def finish(
+    step: Cluster | Foreach, tiles: Schedule, fields: dict[str, Any], buffers: dict[str, Buffer], arguments: tuple[str, ...],
+    grid: tuple[int, int, int], numerics: str, asserts: bool,
+) -> Kernel:  # fmt: skip
+    """Fill the template, and name the kernel after its text."""
+    body = _template(tiles.template).render(name="NAME", **fields)
     pointers = tuple(STORAGE[buffers[a].dtype].pointer for a in arguments)
+    order = step.order if isinstance(step, Cluster) else step.members[0].order
     # the text alone does not tell float32 from float64, nor one tile size from another
-    name = f"{_kernel_name(cluster, tiles)}_{hashlib.sha256(repr((body, tiles, pointers)).encode()).hexdigest()[:8]}"
+    name = f"{_kernel_name(order, tiles)}_{hashlib.sha256(repr((body, tiles, pointers)).encode()).hexdigest()[:8]}"
     return Kernel(
         name=name, template=tiles.template, source=body.replace("NAME", name, 1), params=pointers,
-        constants=tiles.blocks, grid=writer.grid(), num_warps=tiles.num_warps, num_stages=tiles.num_stages, debug=writer.asserts,
-        fp_fusion=numerics == "fast", arguments=arguments, ops=cluster.lines, bytes_read=sum(reads_of(cluster, buffers).values()),
-        bytes_written=bytes_written(cluster, buffers), cluster=cluster, schedule=tiles,
+        constants=tiles.blocks, grid=grid, num_warps=tiles.num_warps, num_stages=tiles.num_stages, debug=asserts,
+        fp_fusion=numerics == "fast", arguments=arguments, ops=step.lines, bytes_read=sum(reads_of(step, buffers).values()),
+        bytes_written=bytes_written(step, buffers), cluster=step, schedule=tiles,
     )  # fmt: skip
 
 
@@ -101,9 +110,11 @@ def _template(name: str) -> Any:
     return environment.get_template(f"{name}.py.jinja")
 
 
-def _kernel_name(cluster: Cluster, tiles: Schedule) -> str:
-    words = [n.op for n in cluster.order if isinstance(n, (Compute, Reduce)) and n.op not in ("cast", *INDEX_OPS, "checked_index")]
-    short = {"reduction_persistent": "row", "reduction_looped": "loop", "pointwise_2d": "tile", "pointwise": "flat"}[tiles.template]
+def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
+    words = [n.op for n in order if isinstance(n, (Compute, Reduce)) and n.op not in ("cast", *INDEX_OPS, "checked_index")]
+    short = {"reduction_persistent": "row", "reduction_looped": "loop", "pointwise_2d": "tile", "pointwise": "flat", "foreach": "each"}[
+        tiles.template
+    ]
     return "_".join([short, *list(dict.fromkeys(words))[:6]]) if words else f"{short}_copy"
 
 
@@ -116,17 +127,22 @@ def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------------------------
-def reads_of(cluster: Cluster, buffers: dict[str, Buffer]) -> dict[str, int]:
+def reads_of(step: Cluster | Foreach, buffers: dict[str, Buffer]) -> dict[str, int]:
     """Return the bytes that a launch has to read of each buffer: every element that some load reaches, once."""
-    found = {}
-    for name, loads in cluster.reads.items():
-        reach = sum(_reach(node, cluster.axes) for node in {(n.layout, n.index): n for n in loads}.values())
-        found[name] = min(buffers[name].bytes, reach * buffers[name].dtype.itemsize)
+    found: dict[str, int] = {}
+    for cluster in _clusters(step):
+        for name, loads in cluster.reads.items():
+            reach = sum(_reach(node, cluster.axes) for node in {(n.layout, n.index): n for n in loads}.values())
+            found[name] = min(buffers[name].bytes, found.get(name, 0) + reach * buffers[name].dtype.itemsize)
     return found
 
 
-def bytes_written(cluster: Cluster, buffers: dict[str, Buffer]) -> int:
-    return sum(_reach(s, cluster.axes) * s.dtype.itemsize for s in cluster.stores)
+def bytes_written(step: Cluster | Foreach, buffers: dict[str, Buffer]) -> int:
+    return sum(_reach(s, cluster.axes) * s.dtype.itemsize for cluster in _clusters(step) for s in cluster.stores)
+
+
+def _clusters(step: Cluster | Foreach) -> tuple[Cluster, ...]:
+    return step.members if isinstance(step, Foreach) else (step,)
 
 
 def _reach(access: Load | Store, axes: tuple[int, ...]) -> int:
@@ -137,7 +153,7 @@ def _reach(access: Load | Store, axes: tuple[int, ...]) -> int:
 
 
 # -- the text --------------------------------------------------------------------------------------------------------------------------
-class _Writer:
+class Writer:
     """Writes the statements of one kernel. `level` of a node: how many reductions lie below it, one above the other."""
 
     def __init__(self, cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], names: dict[str, str], numerics: str) -> None:
@@ -216,10 +232,19 @@ class _Writer:
         return " & ".join(parts)
 
     # -- statements
+    def note(self, lines: tuple[str, ...]) -> str:
+        """Return the ATen ops of a kernel, for its first line."""
+        return ("; ".join(dict.fromkeys(line.split("  ")[0] for line in lines)) or "copy")[:160]
+
     def write(self) -> dict[str, Any]:
-        note = "; ".join(dict.fromkeys(line.split("  ")[0] for line in self.cluster.lines)) or "copy"
         wide = ".to(tl.int64)" if self.wide else ""
-        fields: dict[str, Any] = {"note": note[:160], "wide": wide, "axes": [], "columns": []}
+        fields: dict[str, Any] = {
+            "note": self.note(self.cluster.lines),
+            "params": ", ".join(self.pointers.values()),
+            "wide": wide,
+            "axes": [],
+            "columns": [],
+        }
         for variable in self.groups:
             fields["columns" if variable == "r" else "axes"] += self.coordinates(variable)
         if self.tiles.template == "reduction_looped":
@@ -266,7 +291,7 @@ class _Writer:
 class _Tape:
     """Names of the values computed so far; a tape inside a loop sees the names outside it."""
 
-    def __init__(self, writer: _Writer, outside: _Tape | None = None) -> None:
+    def __init__(self, writer: Writer, outside: _Tape | None = None) -> None:
         self.writer = writer
         self.names: dict[Expr, str] = dict(outside.names) if outside else {}
         self.counter: list[int] = outside.counter if outside else [0]

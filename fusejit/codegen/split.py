@@ -13,6 +13,7 @@ from dataclasses import replace
 from .cluster import Cluster, Expr, Load, Reduce, Store, load, reduction, rewrite, view
 from .layout import Affine, contiguous, strided
 from .lower import Buffer, Extern, Lowered
+from .pattern import Foreach
 from .schedule import FILL, column_reduction
 from .size import product
 
@@ -24,7 +25,7 @@ SPLITTABLE = {"sum", "prod", "amax", "amin", "any", "all"}
 def split(lowered: Lowered) -> Lowered:
     """Return the program with every reduction split that has too few programs for its length."""
     buffers = dict(lowered.buffers)
-    steps: list[Cluster | Extern] = []
+    steps: list[Cluster | Extern | Foreach] = []
     for step in lowered.steps:
         pieces = _pieces(step) if isinstance(step, Cluster) else 0
         steps += _two_steps(step, pieces, buffers) if isinstance(step, Cluster) and pieces > 1 else [step]

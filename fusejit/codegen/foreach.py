@@ -1,0 +1,179 @@
+"""Foreach: pointwise clusters that do the same to different tensors become one launch.
+
+In: fused clusters. Out: the same program with independent clusters of one pattern joined into `Foreach` steps.
+
+    200 x (p, m, v = adamw(p, g, m, v, lr, step))   ->   foreach of 120, foreach of 80
+
+Which clusters: one line of memory (contiguous operands of any rank, uniform strides, single elements such as a learning rate), the same
+expression in the same dtypes and with the same constants, no path between them. What needs two axes, and reductions, stay as they are.
+
+How a program of the kernel finds its tensor was decided by compiling the alternatives for sm_90 (119 tensors, AdamW, Triton 3.7):
+
+    a row an `if` (chosen)    1.3 s     54 registers, no spills, all accesses 16 bytes wide, 1,040 instructions
+    a tree of `tl.where`      1.7 s     60 registers, no spills, 1,232 instructions, unreadable
+    a tree of `if`            1.9 s     255 registers, 120 bytes spilled: every pointer is loaded before the first branch
+    a table in memory         0.9 s     40 registers, 224 instructions; but 0.2 ms a call to see whether an address moved, an upload
+                                        when one did, and a CUDA graph that holds the table instead of the tensors
+
+So pointers are plain kernel arguments. A driver before CUDA 12.1 takes 4,096 bytes of them, ptxas 32,764: 480 pointers and Triton's own
+two fit the former. Triton 3.6 runs a C compiler for each new signature (4 s for 480 pointers, cached on disk), 3.7 does not.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .cluster import Cluster
+from .fuse import reads, writes
+from .lower import Buffer, Extern, Lowered, refs
+from .pattern import Foreach, Pattern, pattern, places
+from .schedule import FILL
+
+MAX_POINTERS = 480
+MAX_TENSORS = 128  # rows that every program walks through before it starts
+MAX_HELD = 64 << 20  # bytes of temporaries that a group may keep alive at once: its members no longer run one after the other
+WIDE = 16  # bytes of the widest access
+FEW = FILL * 256  # elements of which a launch costs more than narrow accesses do
+
+Step = Cluster | Extern | Foreach
+
+
+def foreach(lowered: Lowered) -> Lowered:
+    """Return the program with its groups joined. No order between steps is lost, and none becomes circular."""
+    return _Grouping(lowered).run()
+
+
+class _Grouping:
+    """Steps by number; `above` holds what must run before each one as a bit set, kept true while groups form."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered, self.buffers = lowered, lowered.buffers
+        self.steps: list[Cluster | Extern] = [s for s in lowered.steps if not isinstance(s, Foreach)]
+        self.before = predecessors(self.steps, self.buffers)
+        self.above: list[int] = []
+        for found in self.before:
+            bits = 0
+            for k in found:
+                bits |= self.above[k] | 1 << k
+            self.above.append(bits)
+        self.kept = {ref.buffer for ref in refs(lowered.outputs)} | {name for name in lowered.inputs if name}
+
+    def run(self) -> Lowered:
+        groups = []
+        for found in self.patterns().values():
+            while len(found) > 1:
+                group, found = self.gather(found)
+                if len(group) > 1:
+                    self.join(group)
+                    groups.append(group)
+        return replace(self.lowered, steps=tuple(self.ordered(groups)))
+
+    def patterns(self) -> dict[tuple[object, bool], list[tuple[int, Pattern]]]:
+        """Return the steps of each pattern, in order; those whose every element lies in a 16-byte access apart from the others."""
+        known = places(self.buffers)
+        found: dict[tuple[object, bool], list[tuple[int, Pattern]]] = {}
+        single: list[int] = []
+        for i, step in enumerate(self.steps):
+            row = pattern(step, known) if isinstance(step, Cluster) and self.small(step) else None
+            if row is not None and row.size > 1:
+                found.setdefault((row.key, self.aligned(row)), []).append((i, row))
+            elif row is not None:
+                single.append(i)
+        shapes = dict.fromkeys(rows[0][1].strides for rows in found.values())
+        for i in single:  # a single element fits the strides of any pattern
+            step = self.steps[i]
+            assert isinstance(step, Cluster)
+            rows = [row for strides in (*shapes, None) if (row := pattern(step, known, strides)) is not None]
+            fits = [(row.key, False) for row in rows if (row.key, False) in found] or [(rows[-1].key, False)]
+            found.setdefault(fits[0], []).append((i, next(row for row in rows if row.key == fits[0][0])))
+        for key in [key for key, whole in found if whole and (key, False) in found]:
+            if sum(row.size for _, row in found[key, True]) < FEW:
+                found[key, False] += found.pop((key, True))
+        return {key: sorted(rows, key=lambda row: row[0]) for key, rows in found.items()}
+
+    def small(self, step: Cluster) -> bool:
+        """Whether 32 bits hold every offset."""
+        return all(self.buffers[name].bytes < 2**31 for name in (*step.reads, *step.writes))
+
+    def aligned(self, row: Pattern) -> bool:
+        """Whether 16-byte accesses cover a row without a rest."""
+        sizes = [(self.buffers[b].dtype.itemsize, at) for (b, at), s in zip(row.operands, row.strides, strict=True) if s != 0]
+        return all(row.size * size % WIDE == 0 and at * size % WIDE == 0 for size, at in sizes)
+
+    def gather(self, found: list[tuple[int, Pattern]]) -> tuple[list[tuple[int, Pattern]], list[tuple[int, Pattern]]]:
+        """Return the first steps that can be one launch, and the others."""
+        group: list[tuple[int, Pattern]] = []
+        rest: list[tuple[int, Pattern]] = []
+        members = union = held = 0
+        pointers: set[str] = set()
+        for i, row in found:
+            more = {name for name, _ in row.operands}
+            temporary = sum(self.buffers[name].bytes for name in more - self.kept)
+            full = len(pointers | more) > MAX_POINTERS or len(group) >= MAX_TENSORS or held + temporary > MAX_HELD
+            if group and (full or self.above[i] & members or union >> i & 1):
+                rest.append((i, row))
+                continue
+            group.append((i, row))
+            members |= 1 << i
+            union |= self.above[i]
+            held += temporary
+            pointers |= more
+        return group, rest
+
+    def join(self, group: list[tuple[int, Pattern]]) -> None:
+        """Let everything above or below one member be above or below all of them."""
+        members = sum(1 << i for i, _ in group)
+        union = 0
+        for i, _ in group:
+            union |= self.above[i]
+        for k, bits in enumerate(self.above):
+            if bits & members:
+                self.above[k] = bits | union | members
+        for i, _ in group:
+            self.above[i] = union
+
+    def ordered(self, groups: list[list[tuple[int, Pattern]]]) -> list[Step]:
+        """Return the steps in an order that respects every dependency, a group in the place of its first member if it can be."""
+        place = {i: group[0][0] for group in groups for i, _ in group}
+        made: dict[int, Step] = {i: step for i, step in enumerate(self.steps) if place.get(i, i) == i}
+        for group in groups:
+            members = [s for s in (self.steps[i] for i, _ in group) if isinstance(s, Cluster)]
+            made[group[0][0]] = Foreach(tuple(members), tuple(row for _, row in group))
+        waiting: dict[int, set[int]] = {i: set() for i in made}
+        followers: dict[int, set[int]] = {i: set() for i in made}
+        for i, found in enumerate(self.before):
+            for k in found:
+                one, other = place.get(k, k), place.get(i, i)
+                waiting[other].add(one)
+                followers[one].add(other)
+        ready = [i for i, found in waiting.items() if not found]
+        done = []
+        while ready:
+            i = heapq.heappop(ready)
+            done.append(made[i])
+            for k in followers[i]:
+                waiting[k].discard(i)
+                if not waiting[k]:
+                    heapq.heappush(ready, k)
+        assert len(done) == len(made), "grouping made a cycle"
+        return done
+
+
+def predecessors(steps: Iterable[Cluster | Extern], buffers: dict[str, Buffer]) -> list[set[int]]:
+    """Return, for each step, the steps that must run before it: producers of what it reads, readers of what it overwrites."""
+    steps = list(steps)
+    producer = {name: i for i, step in enumerate(steps) for name in writes(step)}
+    readers: dict[str, set[int]] = {}
+    for i, step in enumerate(steps):
+        for name in reads(step):
+            readers.setdefault(name, set()).add(i)
+    result = []
+    for i, step in enumerate(steps):
+        found = {producer[name] for name in reads(step) if name in producer}
+        for name in writes(step):
+            target = buffers[name].written_to
+            found |= readers.get(target, set()) if target else set()
+        result.append(found - {i})
+    return result

@@ -1,0 +1,143 @@
+"""Patterns: what a pointwise cluster computes, up to the names, sizes and offsets of its buffers; and `Foreach`, clusters of one pattern.
+
+In: a cluster. Out: its `Pattern`, or None where its memory is not one line. Expressions are interned, so equal patterns have equal keys.
+
+    p (33,7) -= 0.1 * g (33,7)      key  in0 = sub(load in0, mul(load in1, 0.1))      operands p+0 g+0      size 231
+    q (8,16) -= 0.1 * h (8,16)      the same key                                      operands q+0 h+0      size 128
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .cluster import Cluster, Expr, Iota, Load, Random, Store, load, rewrite
+from .layout import Layout, permute, strided
+from .size import product
+
+LINE = (2,)  # the extent that stands for every size
+Place = tuple[str, int]  # a buffer and an offset in it
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A cluster along one line of memory.
+
+    Attributes:
+        key: equal for clusters that differ in names, sizes and offsets only; it holds `body`'s stores.
+        operands: buffer and offset of each role; roles are numbered in the order of the body. strides: of each role.
+        size: elements.
+    """
+
+    key: tuple[Any, ...]
+    operands: tuple[Place, ...]
+    strides: tuple[int, ...]
+    size: int
+
+    def body(self, block: int) -> Cluster:
+        """Return the cluster over roles instead of buffers, `block` elements long."""
+        wide = lambda layout: strided((block,), layout.strides)  # noqa: E731
+
+        def visit(node: Expr) -> Expr:
+            return load(node.buffer, wide(node.layout), node.dtype) if isinstance(node, Load) else node
+
+        values = rewrite([value for _, value, _, _ in self.key], visit)
+        stores = (Store(name, wide(at), value, dtype) for (name, _, dtype, at), value in zip(self.key, values, strict=True))
+        return Cluster((block,), (), tuple(stores))
+
+
+def places(buffers: Mapping[str, Any]) -> dict[str, Place]:
+    """Return {buffer: (the buffer that its stores write, its number)}: what `pattern` has to know of buffers."""
+    return {name: (buffer.written_to or name, number) for number, (name, buffer) in enumerate(buffers.items())}
+
+
+def pattern(cluster: Cluster, known: Mapping[str, Place], strides: tuple[int, ...] | None = None) -> Pattern | None:
+    """Return a cluster's pattern; None for reductions, numbered or indexed elements, and memory that needs two axes.
+
+    A single element has every stride: `strides` names those of the pattern that it is compared with, otherwise they are 1.
+    """
+    flat = _line(cluster)
+    if flat is None:
+        return None
+    size = product(flat.axes)
+    # buffers are numbered as the graph makes them, which is the same order in every repetition of a loop's body
+    stores = sorted(flat.stores, key=lambda s: known[s.buffer][1])
+    roles = _Roles(size, strides)
+    values = rewrite([s.value for s in stores], lambda node: roles.read(node) if isinstance(node, Load) else node)
+    made = [(*roles.of(known[s.buffer][0], s.layout, "out"), v, s.dtype) for s, v in zip(stores, values, strict=True)]
+    if roles.refused:
+        return None
+    key = tuple((name, value, dtype, layout) for name, layout, value, dtype in made)
+    return Pattern(key, tuple((buffer, offset) for buffer, offset, _ in roles.names), tuple(roles.strides), size)
+
+
+class _Roles:
+    """Names for what a cluster touches: one for each buffer, offset and stride."""
+
+    def __init__(self, size: int, given: tuple[int, ...] | None) -> None:
+        self.size, self.given = size, given
+        self.names: dict[tuple[str, int, int], tuple[str, int]] = {}
+        self.strides: list[int] = []
+        self.refused = False
+
+    def of(self, buffer: str, layout: Layout, word: str) -> tuple[str, Layout]:
+        own = (layout.strides or (0,))[0] if self.size > 1 else 0
+        found = self.names.get((buffer, layout.offset, own))
+        if found is None:
+            number = len(self.names)
+            stride = own if self.size > 1 else 1 if self.given is None else self.given[number] if number < len(self.given) else 0
+            self.refused |= self.size == 1 and self.given is not None and number >= len(self.given)
+            found = self.names[buffer, layout.offset, own] = (f"{word}{number}", stride)
+            self.strides.append(stride)
+        return found[0], strided(LINE, (found[1],))
+
+    def read(self, node: Load) -> Expr:
+        name, layout = self.of(node.buffer, node.layout, "in")
+        return load(name, layout, node.dtype)
+
+
+def _line(cluster: Cluster) -> Cluster | None:
+    """Return a pointwise cluster over one axis or none, if every operand runs through memory in the same order."""
+    if cluster.reduce or any(s.mode or s.index for s in cluster.stores):
+        return None
+    for node in cluster.order:
+        if isinstance(node, (Iota, Random)) or isinstance(node, Load) and (node.index or node.mask is not None):
+            return None
+    strides = cluster.stores[0].layout.strides
+    if strides is None:
+        return None
+    axes = cluster.axes
+    order = sorted(range(len(axes)), key=lambda axis: -abs(strides[axis]))
+    flat = cluster.map(permute(axes, order), [axes[a] for a in order], []).coalesced
+    return flat if len(flat.axes) <= 1 else None
+
+
+@dataclass(frozen=True)
+class Foreach:
+    """Clusters of one pattern, independent of each other, that run as one launch. Their patterns are `rows`."""
+
+    members: tuple[Cluster, ...]
+    rows: tuple[Pattern, ...]
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(line for member in self.members for line in member.lines))
+
+    @cached_property
+    def stores(self) -> tuple[Store, ...]:
+        return tuple(store for member in self.members for store in member.stores)
+
+    @cached_property
+    def reads(self) -> dict[str, tuple[Load, ...]]:
+        found: dict[str, tuple[Load, ...]] = {}
+        for member in self.members:
+            for name, loads in member.reads.items():
+                found[name] = (*found.get(name, ()), *loads)
+        return found
+
+    def __str__(self) -> str:
+        rows = (f"  {row.size:>10} elements  {' '.join(name + (f'+{at}' if at else '') for name, at in row.operands)}" for row in self.rows)
+        head = f"foreach of {len(self.members)}\n{self.rows[0].body(max(r.size for r in self.rows))}"
+        return "\n".join([head, *rows])

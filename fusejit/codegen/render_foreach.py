@@ -1,0 +1,88 @@
+"""Render a `Foreach`: the text of one kernel that does the same to many tensors.
+
+In: clusters of one pattern. Out: `Kernel`. The body is written once; each program looks up its tensor in rows of the text.
+
+    program = tl.program_id(0)
+    first, size, in0, in1 = 0, 4096, in0_0, in1_0
+    if program >= 2: first, size, in0, in1 = 2, 231, in0_1, in1_1
+    x = (program - first) * XBLOCK + tl.arange(0, XBLOCK)
+    xmask = x < size
+    tl.store(in0 + (x), tl.load(in0 + (x), xmask) - tl.load(in1 + (x), xmask), xmask)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from .cluster import Load
+from .lower import Buffer
+from .pattern import Foreach
+from .render import Kernel, Writer, finish
+from .schedule import FILL, Schedule, power_of_two
+
+MANY = 8  # tensors a row, from which a program takes fewer elements of each
+LINE = 120
+
+
+def render_foreach(group: Foreach, buffers: dict[str, Buffer], numerics: str = "fast") -> Kernel:
+    """Return the kernel of a group."""
+    tiles = tile(group)
+    block = tiles["XBLOCK"]
+    masked = any(row.size % block for row in group.rows)
+    body = group.rows[0].body(block + masked)
+    names = [s.buffer for s in body.stores] + [n.buffer for n in body.order if isinstance(n, Load)]
+    roles = {int(name.lstrip("inout")): name for name in names}
+    columns, parameters = _parameters(group, [roles[number] for number in range(len(roles))])
+    memory = {roles[number]: buffers[buffer] for number, (buffer, _) in enumerate(group.rows[0].operands)}
+    memory = {role: Buffer(role, b.shape, b.strides, b.dtype, b.device) for role, b in memory.items()}
+    writer = Writer(body, tiles, memory, {role: role for role in memory}, numerics)
+    table, first = [], 0
+    for row in group.rows:
+        places = [row.operands[number] for number in columns]
+        table.append([first, row.size, *(parameters[buffer] + (f" + {at}" if at else "") for buffer, at in places)])
+        first += -(-row.size // block)
+    fields = {
+        **writer.write(),
+        "note": f"{len(group.rows)} tensors: {writer.note(group.lines)}",
+        "params": list(_wrapped(parameters.values())),
+        "columns": "".join(f", {roles[number]}" for number in columns),
+        "table": table,
+        "masked": masked,
+    }
+    return finish(group, tiles, fields, buffers, tuple(parameters), (first, 1, 1), numerics, False)
+
+
+def tile(group: Foreach) -> Schedule:
+    """Return how many elements a program takes: many, since it first walks through all rows."""
+    total = sum(row.size for row in group.rows)
+    tensors = sum(s != 0 for s in group.rows[0].strides)
+    block = next((b for b in ((2048,) if tensors <= MANY else ()) + (1024, 512) if total >= FILL * b), 256)
+    block = max(16, min(block, power_of_two(max(row.size for row in group.rows))))
+    return Schedule("foreach", (("XBLOCK", block),), max(1, block // 512))
+
+
+def _parameters(group: Foreach, roles: list[str]) -> tuple[list[int], dict[str, str]]:
+    """Return the roles that differ between rows, and {buffer: parameter}: what is the same in all rows is named like its role."""
+    parameters: dict[str, str] = {}
+    columns = []
+    for number, role in enumerate(roles):
+        found = [row.operands[number] for row in group.rows]
+        if all(place == (found[0][0], 0) for place in found) and found[0][0] not in parameters:
+            parameters[found[0][0]] = role
+        else:
+            columns.append(number)
+    for number in columns:
+        for place, row in enumerate(group.rows):
+            parameters.setdefault(row.operands[number][0], f"{roles[number]}_{place}")
+    return columns, parameters
+
+
+def _wrapped(names: Iterable[str]) -> Iterator[str]:
+    """Yield names, comma-separated, in lines of a readable length."""
+    line = ""
+    for name in names:
+        if len(line) + len(name) > LINE:
+            yield line
+            line = ""
+        line += f"{' ' if line else ''}{name},"
+    yield line
