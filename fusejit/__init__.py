@@ -13,6 +13,7 @@ from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupp
 from .function import JitFunction, disable_jit
 from .jit import jit
 from .module import JitModule
+from .rewrites.hypermap import HyperMap, MultitypeFuncGraph
 from .specialise import compile_for
 
 __version__ = "0.1.0"
@@ -21,8 +22,10 @@ __all__ = [
     "CaptureError",
     "CompileError",
     "FusejitError",
+    "HyperMap",
     "JitFunction",
     "JitModule",
+    "MultitypeFuncGraph",
     "TraceError",
     "Unsupported",
     "compile_for",

@@ -17,6 +17,7 @@ ORDER = [
     *("codegen/fuse", "codegen/schedule"),
     *("codegen/split", "codegen/foreach", "codegen/render", "codegen/render_foreach", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
+    *("rewrites/", "rewrites/hypermap"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/launch", "runtime/eager"),

@@ -357,13 +357,14 @@ class Recorder:
         """Follow a plain object: replace its class's methods, or, where Python does not allow that, compare all it holds."""
         cls = type(value)
         inner = getattr(cls, "__module__", "").split(".")[0]
-        if inner == "fusejit":
+        ours = getattr(cls, "_holds_user_state", False)  # HyperMap and the like: fusejit's class, the user's functions
+        if inner == "fusejit" and not ours:
             self.watch(getattr(value, "__wrapped__", None))
         elif inner == "torch" or not hasattr(value, "__dict__") and not hasattr(cls, "__slots__"):
             return
         else:
             module = sys.modules.get(cls.__module__)
-            if kind(getattr(module, "__file__", None) or "<user>") == "torch" and cls not in NAMESPACES:
+            if not ours and kind(getattr(module, "__file__", None) or "<user>") == "torch" and cls not in NAMESPACES:
                 return  # Python's own objects (loggers, locks): not state of a model
             if hasattr(value, "__dict__"):
                 self.snapshot_object(value)
