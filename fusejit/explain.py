@@ -104,7 +104,8 @@ class Report:
 def _half(half: Half) -> list[str]:
     lines = []
     for kernel in half.kernels:
-        lines.append(f"{kernel.name}  {kernel.template}  reads {_bytes(kernel.bytes_read)}, writes {_bytes(kernel.bytes_written)}")
+        template = kernel.template if kernel.tensors == 1 else f"{kernel.template} of {kernel.tensors}"
+        lines.append(f"{kernel.name}  {template}  reads {_bytes(kernel.bytes_read)}, writes {_bytes(kernel.bytes_written)}")
         lines += [f"    {', '.join(ops)}{'  ' if line else ''}{line}" for line, ops in _by_line(kernel.ops)]
     lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") for e in half.externs]
     return lines + [f"not fused: {u}" for u in half.unfused]

@@ -14,7 +14,7 @@ ORDER = [
     *("errors", "config"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
     *("codegen/views", "codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
-    *("codegen/fuse", "codegen/schedule"),
+    *("codegen/order", "codegen/fuse", "codegen/schedule"),
     *("codegen/split", "codegen/foreach", "codegen/render", "codegen/render_foreach", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("rewrites/", "rewrites/hypermap"),

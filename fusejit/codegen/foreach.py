@@ -22,12 +22,11 @@ two fit the former. Triton 3.6 runs a C compiler for each new signature (4 s for
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import replace
 
 from .cluster import Cluster
-from .fuse import reads, writes
-from .lower import Buffer, Extern, Lowered, refs
+from .lower import Extern, Lowered, refs
+from .order import predecessors
 from .pattern import Foreach, Pattern, pattern, places
 from .schedule import FILL
 
@@ -159,21 +158,3 @@ class _Grouping:
                     heapq.heappush(ready, k)
         assert len(done) == len(made), "grouping made a cycle"
         return done
-
-
-def predecessors(steps: Iterable[Cluster | Extern], buffers: dict[str, Buffer]) -> list[set[int]]:
-    """Return, for each step, the steps that must run before it: producers of what it reads, readers of what it overwrites."""
-    steps = list(steps)
-    producer = {name: i for i, step in enumerate(steps) for name in writes(step)}
-    readers: dict[str, set[int]] = {}
-    for i, step in enumerate(steps):
-        for name in reads(step):
-            readers.setdefault(name, set()).add(i)
-    result = []
-    for i, step in enumerate(steps):
-        found = {producer[name] for name in reads(step) if name in producer}
-        for name in writes(step):
-            target = buffers[name].written_to
-            found |= readers.get(target, set()) if target else set()
-        result.append(found - {i})
-    return result

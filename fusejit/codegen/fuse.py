@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from .cluster import Cluster, Expr, Load, Reduce, Store, cast, compute, const, rewrite
 from .layout import Affine, permute
 from .lower import Buffer, Extern, Lowered, refs
+from .order import order, reads, writes
 from .pattern import Foreach, pattern, places
 from .realize import MAX_WEIGHT, weight
 from .size import product
@@ -44,6 +45,7 @@ class Refused(Exception):
 
 def fuse(lowered: Lowered, reductions: bool = True) -> tuple[Lowered, tuple[Unfused, ...]]:
     """Return the program with clusters merged, and the refusals. `reductions=False` fuses pointwise clusters only."""
+    lowered = order(lowered)
     state = _Fusing(lowered, reductions)
     state.run()
     return replace(lowered, steps=tuple(state.ordered())), state.refusals()
@@ -202,14 +204,6 @@ class _Fusing:
     def refusals(self) -> tuple[Unfused, ...]:
         alive = ((i, j, r) for (i, j), r in self.refused.items() if i in self.steps and j in self.steps)
         return tuple(Unfused((_first_line(self.steps[i]), _first_line(self.steps[j])), reason) for i, j, reason in alive)
-
-
-def reads(step: Cluster | Extern) -> frozenset[str] | set[str]:
-    return step.reads if isinstance(step, Extern) else set(step.reads)
-
-
-def writes(step: Cluster | Extern) -> set[str]:
-    return {name for name in step.outputs if name} if isinstance(step, Extern) else set(step.writes)
 
 
 # -- making the axes of two clusters the same ------------------------------------------------------------------------------------------

@@ -69,8 +69,9 @@ class Program:
         """The whole program as Python text."""
         shown = [
             {
-                **{f: getattr(k, f) for f in ("name", "source", "params", "grid", "num_warps", "num_stages", "debug", "fp_fusion")},
-                "variable": variable, "ops": k.ops, "constants": dict(k.constants), "aligned": (True,) * len(k.params),
+                **{f: getattr(k, f) for f in ("name", "source", "grid", "num_warps", "num_stages", "debug", "fp_fusion")},
+                "variable": variable, "ops": k.ops, "constants": dict(k.constants),
+                "params": _repeated(k.params), "aligned": _repeated((True,) * len(k.params)),
             }
             for k, variable in self._launchers.values()
         ]  # fmt: skip
@@ -141,6 +142,11 @@ class Program:
         b = self.buffers[name]
         base = f"empty_strided({b.shape}, {b.strides}, dtype={b.dtype}, device={self._device(b.device)})"
         return f"{base}.normal_()" if b.dtype.is_floating_point and b.dtype.itemsize > 1 else f"{base}.fill_(1)"
+
+
+def _repeated(values: tuple[Any, ...]) -> str:
+    """Spell a tuple; a long one of equal values as a product."""
+    return f"({values[0]!r},) * {len(values)}" if len(values) > 12 and len(set(values)) == 1 else repr(values)
 
 
 def verify(steps: Sequence[Step], lowered: Lowered) -> None:

@@ -39,6 +39,7 @@ class Kernel:
         source: text of the function; params: Triton types of its pointers; constants: its tile sizes; grid, num_warps, debug: the launch.
         arguments: buffer names in the order of `params`; ops: the ATen ops inside with the user's lines.
         bytes_read, bytes_written: what one launch moves, each element of each operand once.
+        cluster: what it computes, a Cluster or a Foreach; tensors: how many clusters that are (1, or the rows of a Foreach).
         compiled: machine code and its costs, where the kernel was compiled for a target.
     """
 
@@ -61,6 +62,7 @@ class Kernel:
     compiled: Any = None
 
     table = property(lambda self: str(self.cluster))
+    tensors = property(lambda self: len(self.cluster.members) if isinstance(self.cluster, Foreach) else 1)
     ptx = property(lambda self: self.compiled.ptx)
     cubin = property(lambda self: self.compiled.cubin)
     n_regs = property(lambda self: self.compiled.n_regs)

@@ -11,6 +11,7 @@ In: a node whose op is no plain pointwise row and no view. Out: its value; a red
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -353,7 +354,8 @@ def _copy_(low: Lowering, node: Node) -> Expr:
     target, source = node.args[:2]
     buffer = low.buffers[target.name]
     value = cast(low.expr(source, target.meta["val"].shape), buffer.dtype)
-    made = low.buffer(buffer.shape, buffer.strides, buffer.dtype, buffer.device, written_to=buffer.name)
+    made = replace(buffer, name=f"b{len(low.buffers)}", written_to=buffer.name)  # with the input's very strides, holes and all
+    low.buffers[made.name] = made
     low.reasons[made.name] = "an in-place change of an input"
     if product(buffer.shape):
         low.steps.append(Cluster.build(buffer.shape, (), [Store(made.name, made.layout, value, buffer.dtype)], low.lines(node)))

@@ -1,0 +1,392 @@
+"""Foreach: loops over tensors become few launches, and compute what eager does."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+from test_codegen import lowered
+from torch.testing import assert_close
+
+import fusejit.codegen.foreach as grouping
+from fusejit.codegen.cluster import Cluster
+from fusejit.codegen.decompose import _each, _foreach_ops
+from fusejit.codegen.foreach import foreach
+from fusejit.codegen.fuse import fuse as fuse_pass
+from fusejit.codegen.lower import Extern
+from fusejit.codegen.order import predecessors, reads, writes
+from fusejit.codegen.pattern import Foreach, pattern, places
+from fusejit.codegen.plan import Alloc, plan
+from fusejit.codegen.program import verify
+from fusejit.codegen.render import render
+from fusejit.codegen.render_foreach import render_foreach
+from fusejit.codegen.schedule import schedule
+
+SHAPES = [(33, 7), (16,), (8, 16), (), (12, 3, 5), (1,), (0, 4), (129,), (2, 64)]
+
+
+# -- optimisers, as people write them ----------------------------------------------------------------------------------------------
+def sgd(params, grads, lr):
+    for p, g in zip(params, grads, strict=True):
+        p.sub_(lr * g)
+
+
+def momentum(params, grads, buffers, lr):
+    for p, g, b in zip(params, grads, buffers, strict=True):
+        b.mul_(0.9).add_(g + 0.01 * p)
+        p.sub_(lr * b)
+
+
+def adam(params, grads, moments, squares, lr, step):
+    for p, g, m, v in zip(params, grads, moments, squares, strict=True):
+        m.lerp_(g, 0.1)
+        v.mul_(0.999).addcmul_(g, g, value=0.001)
+        p.sub_(lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8))
+
+
+def adamw(params, grads, moments, squares, lr, step):
+    for p in params:
+        p.mul_(1 - lr * 0.01)
+    adam(params, grads, moments, squares, lr, step)
+
+
+def lion(params, grads, moments, lr):
+    for p, g, m in zip(params, grads, moments, strict=True):
+        p.mul_(1 - lr * 0.1).sub_(lr * (m * 0.9 + g * 0.1).sign())
+        m.lerp_(g, 0.01)
+
+
+def ema(averages, params, decay):
+    for a, p in zip(averages, params, strict=True):
+        a.mul_(decay).add_(p * (1 - decay))
+
+
+def foreach_adamw(params, grads, moments, squares, lr, step):
+    torch._foreach_mul_(params, 1 - lr * 0.01)
+    torch._foreach_lerp_(moments, grads, 0.1)
+    torch._foreach_mul_(squares, 0.999)
+    torch._foreach_addcmul_(squares, grads, grads, 0.001)
+    below = torch._foreach_sqrt(torch._foreach_div(squares, 1 - 0.999**step))
+    torch._foreach_add_(below, 1e-8)
+    torch._foreach_sub_(params, torch._foreach_mul(torch._foreach_div(torch._foreach_div(moments, 1 - 0.9**step), below), lr))
+
+
+# name: (function, lists of tensors, scalars)
+STEPS = {
+    "sgd": (sgd, 2, (0.1,)),
+    "momentum": (momentum, 3, (0.1,)),
+    "adam": (adam, 4, (0.01, 3.0)),
+    "adamw": (adamw, 4, (0.01, 3.0)),
+    "lion": (lion, 3, (0.01,)),
+    "ema": (ema, 2, (0.99,)),
+    "foreach_adamw": (foreach_adamw, 4, (0.01, 3.0)),
+}
+
+
+def arguments(count, lists, scalars, device, dtype=torch.float32, shapes=SHAPES):
+    made = [[torch.rand(shapes[i % len(shapes)], device=device).to(dtype) for i in range(count)] for _ in range(lists)]
+    return (*made, *(torch.tensor(s, device=device) for s in scalars))
+
+
+def copied(args):
+    return tuple([t.clone() for t in a] if isinstance(a, list) else a.clone() for a in args)
+
+
+def same_as_eager(step, args, fused, calls=2):
+    expected, given = copied(args), copied(args)
+    for _ in range(calls):
+        step(*expected)
+        fused(*given)
+    assert_close(given, expected)
+    return fused.explain(*given)
+
+
+@pytest.mark.parametrize("count", [3, 20])
+@pytest.mark.parametrize("name", STEPS)
+def test_an_optimiser_is_eager_in_few_launches(name, count, fuse, device):
+    step, lists, scalars = STEPS[name]
+    report = same_as_eager(step, arguments(count, lists, scalars, device), fuse(step, fullgraph=True))
+    assert report.launches <= 4 and not report.externs
+
+
+def test_adamw_over_200_parameters(fuse, device):
+    args = arguments(200, 4, (0.01, 3.0), device, shapes=[s for s in SHAPES if s not in ((), (1,), (0, 4))])
+    fused = fuse(adamw, fullgraph=True)
+    report = same_as_eager(adamw, args, fused, calls=1)
+    tensors = [k.tensors for k in report.kernels if k.template == "foreach"]
+    assert report.launches <= 4 and sum(tensors) == 200
+    scalars = sum(k.bytes_read + k.bytes_written for k in report.kernels if k.template != "foreach")
+    elements = sum(p.numel() for p in args[0])
+    assert sum(k.bytes_read + k.bytes_written for k in report.kernels) <= 7 * 4 * elements + scalars + 12 * len(tensors)
+    assert re.search(r"each_\S+  foreach of \d+  reads", str(report))
+    # what is not torch's tracing stays small beside it, and near-linear: 3,400 nodes
+    assert report.compile_ms["forward"] < report.compile_ms["capture"] + report.compile_ms["joint"]
+
+
+def test_a_learning_rate_and_a_step_change_without_compiling_again(fuse, device):
+    args = arguments(5, 4, (), device)
+    fused, expected, given = fuse(adamw, fullgraph=True), copied(args), copied(args)
+    for step, lr in enumerate((0.1, 0.01, 0.5), 1):
+        values = torch.tensor(lr, device=device), torch.tensor(float(step), device=device)
+        adamw(*expected, *values)
+        fused(*given, *values)
+        assert_close(given, expected)
+    assert fused.cache_info().specialisations == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype, fuse, device):
+    args = arguments(6, 4, (0.01, 3.0), device, dtype)
+    exact = tuple([t.double() for t in a] if isinstance(a, list) else a.double() for a in copied(args))
+    eager, given = copied(args), copied(args)
+    fused = fuse(adamw, fullgraph=True)
+    for call, values in ((adamw, exact), (adamw, eager), (fused, given)):
+        call(*values)
+    for mine, theirs, right in zip(sum(given[:4], []), sum(eager[:4], []), sum(exact[:4], []), strict=True):
+        if right.numel():
+            errors = [(t.double() - right).abs().max() for t in (mine, theirs)]
+            assert errors[0] <= 2 * errors[1] + 2 * torch.finfo(dtype).eps * right.abs().max()
+    assert fused.explain(*given).launches <= 4
+
+
+def test_different_dtypes_are_different_groups(fuse, device):
+    def step(params, grads):
+        for p, g in zip(params, grads, strict=True):
+            p.sub_(g)
+
+    dtypes = [torch.float32, torch.bfloat16]
+    args = tuple([torch.rand(8, device=device).to(dtypes[i % 2]) for i in range(6)] for _ in range(2))
+    report = same_as_eager(step, args, fuse(step, fullgraph=True))
+    assert sorted((k.tensors, *set(k.params)) for k in report.kernels) == [(3, "*bf16"), (3, "*fp32")]
+
+
+def test_parameters_that_are_views_of_one_buffer(fuse, device):
+    def step(params, grads):
+        for p, g in zip(params, grads, strict=True):
+            p.sub_(0.1 * g)
+
+    def make():
+        flat, grads = torch.arange(60.0, device=device), torch.ones(60, device=device) * 2
+        return flat, [flat[:20], flat[20:24].view(2, 2), flat[30:]], [grads[:20], grads[20:24].view(2, 2), grads[30:]]
+
+    (flat, params, grads), (expected, theirs, _) = make(), make()
+    fuse(step)(params, grads)
+    step(theirs, grads)
+    assert_close(flat, expected)
+
+
+def test_slices_inside_the_function_are_rows_with_offsets(fuse, device):
+    def step(flat, grads):
+        return [flat[64 * i : 64 * i + 64] - 0.1 * g for i, g in enumerate(grads)]
+
+    flat, grads = torch.randn(256, device=device), [torch.randn(64, device=device) for _ in range(4)]
+    fused = fuse(step, fullgraph=True)
+    assert_close(fused(flat, grads), step(flat, grads))
+    (kernel,) = fused.explain(flat, grads).kernels
+    assert kernel.tensors == 4 and "+ 192" in kernel.source
+
+
+def test_strides(fuse, device):
+    def step(params, grads):
+        for p, g in zip(params, grads, strict=True):
+            p.sub_(0.1 * g)
+
+    def make(turn_grads):
+        turned = lambda: torch.rand(6, 4, device=device).t()  # noqa: E731
+        plain = lambda: torch.rand(4, 6, device=device)  # noqa: E731
+        return [turned() for _ in range(4)], [(turned if turn_grads else plain)() for _ in range(4)]
+
+    for turn_grads, launches in ((True, 1), (False, 4)):  # one line of memory; two axes: left alone
+        fused, params = fuse(step, fullgraph=True), make(turn_grads)
+        expected = [[t.clone(memory_format=torch.preserve_format) for t in ts] for ts in params]
+        step(*expected)
+        fused(*params)
+        assert_close(params, tuple(expected))
+        assert fused.explain(*params).launches == launches
+
+
+def test_in_place_changes_of_tensors_with_holes(fuse, device):
+    def step(params):
+        for p in params:
+            p.mul_(2).add_(1)
+
+    def make():
+        whole = [torch.arange(24.0, device=device), torch.arange(30.0, device=device).view(3, 10), torch.arange(12.0, device=device)]
+        return whole, [whole[0][::2], whole[1][:, 2:6], whole[2][3:9]]
+
+    (whole, params), (expected, theirs) = make(), make()
+    fuse(step, fullgraph=True)(params)
+    step(theirs)
+    assert_close(whole, expected)
+
+
+def test_strided_loads_keep_their_stride(fuse, device):
+    def step(*xs):
+        return [x[::2] * 3 for x in xs]
+
+    xs = [torch.randn(n, device=device) for n in (10, 64, 31)]
+    fused = fuse(step, fullgraph=True)
+    assert_close(fused(*xs), step(*xs))
+    assert fused.explain(*xs).launches == 1
+
+
+# -- order -----------------------------------------------------------------------------------------------------------------------------
+def test_reading_what_another_one_overwrites(fuse, device):
+    def shift(xs):
+        for x, y in zip(xs, xs[1:], strict=False):
+            x.add_(2 * y)
+
+    def ring(xs):
+        for i in range(len(xs)):
+            xs[i].add_(2 * xs[i - 1])
+
+    for step in (shift, ring):
+        same_as_eager(step, ([torch.randn(n, device=device) for n in (8, 8, 8, 8)],), fuse(step, fullgraph=True))
+
+
+def test_chains_of_equal_steps_are_grouped_level_by_level(fuse, device):
+    def f(xs, w):
+        for _ in range(3):
+            xs = [torch.relu(x @ w) + 1 for x in xs]
+        return xs
+
+    xs, w = [torch.randn(n, 8, device=device) for n in (3, 4, 5)], torch.randn(8, 8, device=device)
+    fused = fuse(f, fullgraph=True)
+    assert_close(fused(xs, w), f(xs, w))
+    assert [k.tensors for k in fused.explain(xs, w).kernels] == [3, 3, 3]
+
+
+def random_program(seed):
+    choose = random.Random(seed)
+
+    def f(w, *xs):
+        values = list(xs)
+        for _ in range(14):
+            x, y = choose.choice(values), choose.choice(values)
+            made = choose.choice([lambda x=x: x.sin() + 1, lambda x=x: x @ w, lambda x=x, y=y: (x * y).relu(), lambda x=x: x.sum(0) + x])
+            values.append(made())
+        return tuple(values[-4:])
+
+    return f
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_grouping_keeps_every_dependency(seed, fuse, device):
+    args = tuple(torch.randn(4, 4) for _ in range(4))
+    program = lowered(random_program(seed), *args)
+    joined = foreach(program)  # not fused before: many more clusters are alike
+    order = {}
+    for place, step in enumerate(joined.steps):
+        for member in step.members if isinstance(step, Foreach) else (step,):
+            order[id(member)] = place
+    steps = list(program.steps)
+    assert sorted(order) == sorted(map(id, steps))
+    for step, above in zip(steps, predecessors(steps, program.buffers), strict=True):
+        assert all(order[id(steps[k])] < order[id(step)] for k in above)
+    if seed < 6:
+        f = random_program(seed)
+        given = tuple(a.to(device) for a in args)
+        assert_close(fuse(lambda *a, seed=seed: random_program(seed)(*a), fullgraph=True)(*given), f(*given), rtol=1e-4, atol=1e-4)
+
+
+# -- what limits a group -----------------------------------------------------------------------------------------------------------------
+def groups(f, *args):
+    return [len(s.members) for s in foreach(fuse_pass(lowered(f, *args))[0]).steps if isinstance(s, Foreach)]
+
+
+def test_pointers_tensors_and_memory_are_limited(monkeypatch):
+    def f(*xs):
+        return tuple(x + 1 for x in xs)
+
+    xs = [torch.randn(n) for n in range(10, 20)]
+    assert groups(f, *xs) == [10]
+    monkeypatch.setattr(grouping, "MAX_TENSORS", 4)
+    assert groups(f, *xs) == [4, 4, 2]
+    monkeypatch.setattr(grouping, "MAX_TENSORS", 128)
+    monkeypatch.setattr(grouping, "MAX_POINTERS", 6)
+    assert groups(f, *xs) == [3, 3, 3]  # and one alone
+    monkeypatch.setattr(grouping, "MAX_POINTERS", 480)
+
+    def held(w, *xs):
+        return tuple((x @ w + 1) @ w for x in xs)
+
+    xs = [torch.randn(n, 16) for n in (8, 8, 8, 8)]
+    assert groups(held, torch.randn(16, 16), *xs) == [4]
+    monkeypatch.setattr(grouping, "MAX_HELD", 2 * 2 * 8 * 16 * 4)  # two results and two operands
+    assert groups(held, torch.randn(16, 16), *xs) == [2, 2]
+
+
+def test_constants_reductions_and_transposes_stay_apart():
+    xs = [torch.randn(8, 8) for _ in range(3)]
+    assert groups(lambda *xs: tuple(x * i for i, x in enumerate(xs, 2)), *xs) == []  # the factor is part of the text
+    assert groups(lambda *xs: tuple(x.sum(1) for x in xs), *xs) == []
+    assert groups(lambda *xs: tuple(x.t() + y for x, y in zip(xs, xs[1:], strict=False)), *xs) == []
+
+
+def test_o1_does_not_group(fuse, device):
+    xs = [torch.randn(n, device=device) for n in (3, 4)]
+    assert fuse(lambda xs: [x + 1 for x in xs], jit_level="O1").explain(xs).launches == 2
+
+
+def test_a_member_takes_the_memory_of_its_own_operands_only():
+    def own(w, *xs):
+        return tuple((x @ w).relu() * 2 @ w for x in xs)
+
+    def shared(w, x, *ys):
+        t = x @ w
+        return tuple(t * y @ w for y in ys)
+
+    for f, reused in ((own, 2), (shared, 0)):
+        xs = [torch.randn(8, 8) for _ in range(3 if f is own else 4)]
+        program = foreach(lowered(f, *xs))
+        assert [len(s.members) for s in program.steps if isinstance(s, Foreach)] == [2]
+        kernels = [
+            None
+            if isinstance(s, Extern)
+            else render_foreach(s, program.buffers)
+            if isinstance(s, Foreach)
+            else render(*schedule(s), program.buffers)
+            for s in program.steps
+        ]
+        steps = plan(program, kernels)
+        verify(steps, program)
+        assert sum(isinstance(s, Alloc) and bool(s.reuse) for s in steps) == reused
+
+
+def test_patterns_are_equal_up_to_names_sizes_and_offsets():
+    program = lowered(lambda x, y, z: (x * 2 + y, z[4:] * 2 + z[:12]), torch.randn(3, 5), torch.randn(3, 5), torch.randn(16))
+    known = places(program.buffers)
+    one, two = (pattern(s, known) for s in program.steps if isinstance(s, Cluster))
+    assert one.key == two.key and (one.size, two.size) == (15, 12)
+    assert two.operands[:2] == ((two.operands[1][0], 4), (two.operands[1][0], 0))
+    assert {name for s in program.steps for name in (*reads(s), *writes(s))} >= {name for name, _ in (*one.operands, *two.operands)}
+
+
+# -- torch._foreach_* --------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("op", _foreach_ops(), ids=lambda op: str(op).removeprefix("aten._foreach_"))
+def test_each_foreach_op_is_its_namesake(op):
+    def value(argument, given):
+        kind = str(argument.type)
+        if kind == "List[Tensor]":
+            return [torch.rand(n) * 0.8 + 0.1 for n in (3, 5)]
+        if argument.has_default_value() and argument.name != "ord":
+            return argument.default_value
+        return {"Tensor": torch.tensor(1.5), "number": 2.0, "List[number]": [2.0, 0.5], "Scalar": 2.0}.get(kind, 2.0)
+
+    torch.manual_seed(0)
+    args = [value(a, op) for a in op._schema.arguments if not a.kwarg_only]
+    assert_close(list(_each(op)(*args)), list(op(*args)))
+
+
+# -- compiled for a GPU --------------------------------------------------------------------------------------------------------------------
+def test_compiled_for_a_gpu_accesses_stay_wide(sm_90):
+    shapes = [(256, 256), (256,), (512, 260), (1000, 40)] * 6
+    args = arguments(len(shapes), 4, (0.01, 3.0), "cpu", shapes=shapes)
+    kernels = sm_90(adamw, args).kernels
+    (kernel,) = [k for k in kernels if k.template == "foreach"]
+    assert len(kernels) == 2 and kernel.tensors == 24 and kernel.n_spills == 0
+    each = kernel.schedule["XBLOCK"] // (32 * kernel.num_warps) // 4  # 16-byte accesses a thread and tensor
+    assert each >= 1 and kernel.wide_loads >= 4 * each and kernel.wide_stores >= 3 * each
+    assert kernel.compiled.seconds < 60
