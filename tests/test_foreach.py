@@ -304,7 +304,7 @@ def test_pointers_tensors_and_memory_are_limited(monkeypatch):
     assert groups(f, *xs) == [10]
     monkeypatch.setattr(grouping, "MAX_TENSORS", 4)
     assert groups(f, *xs) == [4, 4, 2]
-    monkeypatch.setattr(grouping, "MAX_TENSORS", 128)
+    monkeypatch.setattr(grouping, "MAX_TENSORS", 240)
     monkeypatch.setattr(grouping, "MAX_POINTERS", 6)
     assert groups(f, *xs) == [3, 3, 3]  # and one alone
     monkeypatch.setattr(grouping, "MAX_POINTERS", 480)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -113,8 +113,8 @@ def memory_pattern(tensors: list[Tensor]) -> tuple:
         found.append((group, tensor.storage_offset()))
     if len(groups) == len(tensors):
         return ()
-    members = [group for group, _ in found]
-    return tuple((group, offset) if members.count(group) > 1 else None for group, offset in found)
+    members = Counter(group for group, _ in found)
+    return tuple((group, offset) if members[group] > 1 else None for group, offset in found)
 
 
 # The check.

@@ -2,21 +2,23 @@
 
 In: fused clusters. Out: the same program with independent clusters of one pattern joined into `Foreach` steps.
 
-    200 x (p, m, v = adamw(p, g, m, v, lr, step))   ->   foreach of 120, foreach of 80
+    200 x (p, m, v = adamw(p, g, m, v, lr, step))   ->   foreach of 119, foreach of 81
 
 Which clusters: one line of memory (contiguous operands of any rank, uniform strides, single elements such as a learning rate), the same
 expression in the same dtypes and with the same constants, no path between them. What needs two axes, and reductions, stay as they are.
 
 How a program of the kernel finds its tensor was decided by compiling the alternatives for sm_90 (119 tensors, AdamW, Triton 3.7):
 
-    a row an `if` (chosen)    1.3 s     54 registers, no spills, all accesses 16 bytes wide, 1,040 instructions
-    a tree of `tl.where`      1.7 s     60 registers, no spills, 1,232 instructions, unreadable
-    a tree of `if`            1.9 s     255 registers, 120 bytes spilled: every pointer is loaded before the first branch
-    a table in memory         0.9 s     40 registers, 224 instructions; but 0.2 ms a call to see whether an address moved, an upload
-                                        when one did, and a CUDA graph that holds the table instead of the tensors
+    a row an `if`, in blocks of 8     1.6 s    64 registers, no spills, all accesses 16 bytes wide; a program runs 15 tests and one block
+    a row an `if`, one after another  1.3 s    the same, but every program runs all of 708 selects
+    a tree of `tl.where`              1.7 s    as many selects, and unreadable
+    a tree of `if`                    1.9 s    255 registers, 120 bytes spilled: every pointer is loaded before the first branch
+    a table of addresses in memory    0.9 s    40 registers, no selects; but host time in every call to see whether an address moved, an
+                                               upload when one did, and a CUDA graph that holds the table instead of the tensors
 
-So pointers are plain kernel arguments. A driver before CUDA 12.1 takes 4,096 bytes of them, ptxas 32,764: 480 pointers and Triton's own
-two fit the former. Triton 3.6 runs a C compiler for each new signature (4 s for 480 pointers, cached on disk), 3.7 does not.
+So pointers are plain kernel arguments, and the rows are blocks of `if`s. A driver before CUDA 12.1 takes 4,096 bytes of arguments, ptxas
+32,764: 480 pointers and Triton's own two fit the former. Triton 3.6 runs a C compiler for each new signature (4 s for 480 pointers, cached
+on disk), 3.7 does not.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from .pattern import Foreach, Pattern, pattern, places
 from .schedule import FILL
 
 MAX_POINTERS = 480
-MAX_TENSORS = 128  # rows that every program walks through before it starts
+MAX_TENSORS = 240  # rows; every program tests one in eight before it starts
 MAX_HELD = 64 << 20  # bytes of temporaries that a group may keep alive at once: its members no longer run one after the other
 WIDE = 16  # bytes of the widest access
 FEW = FILL * 256  # elements of which a launch costs more than narrow accesses do

@@ -20,6 +20,7 @@ from .pattern import Foreach
 from .render import Kernel, Writer, finish
 from .schedule import FILL, Schedule, power_of_two
 
+ROWS = 8  # rows of one block: every program tests each block, and each row of its own block
 MANY = 8  # tensors a row, from which a program takes fewer elements of each
 LINE = 120
 
@@ -45,8 +46,7 @@ def render_foreach(group: Foreach, buffers: dict[str, Buffer], numerics: str = "
         **writer.write(),
         "note": f"{len(group.rows)} tensors: {writer.note(group.lines)}",
         "params": list(_wrapped(parameters.values())),
-        "columns": "".join(f", {roles[number]}" for number in columns),
-        "table": table,
+        "table": _lookup(table, ", ".join(["first", "size", *(roles[number] for number in columns)])),
         "masked": masked,
     }
     return finish(group, tiles, fields, buffers, tuple(parameters), (first, 1, 1), numerics, False)
@@ -75,6 +75,21 @@ def _parameters(group: Foreach, roles: list[str]) -> tuple[list[int], dict[str, 
         for place, row in enumerate(group.rows):
             parameters.setdefault(row.operands[number][0], f"{roles[number]}_{place}")
     return columns, parameters
+
+
+def _lookup(table: list[list[object]], columns: str) -> list[str]:
+    """Return the statements with which a program finds its row: it skips whole blocks of rows, then walks through its own."""
+    lines = [f"{columns} = {', '.join(map(str, table[0]))}"]
+    for start in range(0, len(table), ROWS):
+        rows = table[start : start + ROWS]
+        inner = [f"if program >= {row[0]}: {columns} = {', '.join(map(str, row))}" for row in rows[1:]]
+        if start:
+            inner.insert(0, f"{columns} = {', '.join(map(str, rows[0]))}")
+        tests = [f"program >= {rows[0][0]}"] if start else []
+        tests += [f"program < {table[start + ROWS][0]}"] if start + ROWS < len(table) else []
+        head = f"if {tests[0]}:" if len(tests) == 1 else f"if ({tests[0]}) & ({tests[1]}):" if tests else ""
+        lines += [head, *(f"    {line}" for line in inner)] if head else inner
+    return lines
 
 
 def _wrapped(names: Iterable[str]) -> Iterator[str]:
