@@ -6,12 +6,13 @@
 #   perf/gpu.sh peer          every block with torch.compile
 #   perf/gpu.sh models        blocks of transformers, eager and fused
 #   perf/gpu.sh compile       capture, codegen, kernels
+#   perf/gpu.sh foreach       HyperMap AdamW over 200 parameters, with torch's own fused step
 #   perf/gpu.sh bench         the table of `fusejit bench`
 # Needs Python 3.11+, torch, triton, numpy, jinja2, pytest, pytest-benchmark, and transformers for models and compile. Writes one JSON a part to
 # $OUT (perf/results unless set); set FUSEJIT_COMMIT where the tree has no git.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?usage: perf/gpu.sh correctness|opinfo|blocks|peer|models|compile|bench}
+part=${1:?usage: perf/gpu.sh correctness|opinfo|blocks|peer|models|compile|foreach|bench}
 out=${OUT:-perf/results}
 mkdir -p "$out"
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
@@ -29,6 +30,7 @@ case $part in
   peer) benchmarks perf/test_blocks.py::test_block -k torch.compile ;;
   models) benchmarks perf/test_blocks.py::test_model ;;
   compile) benchmarks perf/test_compile.py ;;
+  foreach) benchmarks perf/test_seeds_hypermap.py ;;
   bench) limit "$python" -m fusejit bench --json "$json" ;;
   *) echo "no part $part" >&2; exit 2 ;;
 esac

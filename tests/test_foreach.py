@@ -23,6 +23,7 @@ from fusejit.codegen.program import verify
 from fusejit.codegen.render import render
 from fusejit.codegen.render_foreach import render_foreach
 from fusejit.codegen.schedule import schedule
+from fusejit.runtime import launch
 
 SHAPES = [(33, 7), (16,), (8, 16), (), (12, 3, 5), (1,), (0, 4), (129,), (2, 64)]
 
@@ -109,20 +110,29 @@ def test_an_optimiser_is_eager_in_few_launches(name, count, fuse, device):
     step, lists, scalars = STEPS[name]
     report = same_as_eager(step, arguments(count, lists, scalars, device), fuse(step, fullgraph=True))
     assert report.launches <= 4 and not report.externs
+    assert re.search(r"each_\S+  foreach of \d+  reads", str(report))
+
+
+def adamw_together(params, grads, moments, squares, lr, step):
+    decay, first, second = 1 - lr * 0.01, lr / (1 - 0.9**step), 1 - 0.999**step
+    for p, g, m, v in zip(params, grads, moments, squares, strict=True):
+        m.lerp_(g, 0.1)
+        v.mul_(0.999).addcmul_(g, g, value=0.001)
+        p.mul_(decay).sub_(first * m / ((v / second).sqrt() + 1e-8))
 
 
 def test_adamw_over_200_parameters(fuse, device):
     args = arguments(200, 4, (0.01, 3.0), device, shapes=[s for s in SHAPES if s not in ((), (1,), (0, 4))])
-    fused = fuse(adamw, fullgraph=True)
-    report = same_as_eager(adamw, args, fused, calls=1)
-    tensors = [k.tensors for k in report.kernels if k.template == "foreach"]
-    assert report.launches <= 4 and sum(tensors) == 200
-    scalars = sum(k.bytes_read + k.bytes_written for k in report.kernels if k.template != "foreach")
-    elements = sum(p.numel() for p in args[0])
-    assert sum(k.bytes_read + k.bytes_written for k in report.kernels) <= 7 * 4 * elements + scalars + 12 * len(tensors)
-    assert re.search(r"each_\S+  foreach of \d+  reads", str(report))
-    # what is not torch's tracing stays small beside it, and near-linear: 3,400 nodes
-    assert report.compile_ms["forward"] < report.compile_ms["capture"] + report.compile_ms["joint"]
+    fused, expected, given = fuse(adamw_together, fullgraph=True), copied(args), copied(args)
+    adamw_together(*expected)
+    fused(*given)
+    assert_close(given, expected)
+    found = fused.specialisation(*given)
+    kernels = found.forward.kernels
+    assert found.forward.launches <= 4 and sum(k.tensors for k in kernels if k.template == "foreach") == 200
+    least = 7 * 4 * sum(p.numel() for p in args[0])  # four tensors read, three written
+    assert least <= sum(k.bytes_read + k.bytes_written for k in kernels) <= least + 100  # and the scalars between the launches
+    assert found.compile_ms["forward"] < found.compile_ms["capture"] + found.compile_ms["joint"]  # torch's tracing is the larger part
 
 
 def test_a_learning_rate_and_a_step_change_without_compiling_again(fuse, device):
@@ -272,7 +282,7 @@ def random_program(seed):
     return f
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_grouping_keeps_every_dependency(seed, fuse, device):
     args = tuple(torch.randn(4, 4) for _ in range(4))
     program = lowered(random_program(seed), *args)
@@ -285,7 +295,7 @@ def test_grouping_keeps_every_dependency(seed, fuse, device):
     assert sorted(order) == sorted(map(id, steps))
     for step, above in zip(steps, predecessors(steps, program.buffers), strict=True):
         assert all(order[id(steps[k])] < order[id(step)] for k in above)
-    if seed < 6:
+    if seed < 4:
         f = random_program(seed)
         given = tuple(a.to(device) for a in args)
         assert_close(fuse(lambda *a, seed=seed: random_program(seed)(*a), fullgraph=True)(*given), f(*given), rtol=1e-4, atol=1e-4)
@@ -362,6 +372,16 @@ def test_patterns_are_equal_up_to_names_sizes_and_offsets():
     assert one.key == two.key and (one.size, two.size) == (15, 12)
     assert two.operands[:2] == ((two.operands[1][0], 4), (two.operands[1][0], 0))
     assert {name for s in program.steps for name in (*reads(s), *writes(s))} >= {name for name, _ in (*one.operands, *two.operands)}
+
+
+def test_many_pointers_have_two_variants(monkeypatch):
+    made = []
+    monkeypatch.setattr(launch, "_launcher", lambda spec, grid: made.append(spec.aligned) or (lambda *args: None))
+    for count in (4, 60):
+        spec = launch.KernelSpec("", "k", ("*fp32",) * count, aligned=(True,) * count)
+        args = [torch.empty(8)[i == 2 :] for i in range(count)]
+        launch.Launcher(spec, (1, 1, 1))._unaligned(args)
+    assert made == [(True, True, False, True), (False,) * 60]
 
 
 # -- torch._foreach_* --------------------------------------------------------------------------------------------------------------------

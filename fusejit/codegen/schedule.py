@@ -178,7 +178,7 @@ def _tile_looped(cluster: Cluster) -> Schedule:
     return Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, columns))), 8)
 
 
-# The first row that applies wins. reduction_split, reduction_mixed and foreach will be rows above these.
+# The first row that applies wins. reduction_split and reduction_mixed will be rows above these; render_foreach.py has its own tiles.
 TEMPLATES = (
     Template("pointwise_2d", _two_fast_axes, _tile_pointwise_2d),
     Template("pointwise", _pointwise, _tile_pointwise),

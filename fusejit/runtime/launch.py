@@ -21,6 +21,7 @@ import torch
 from ..errors import CompileError
 from .workers import KernelSpec, ast_source, compile_kernels, define_kernel, reason, target_arch
 
+MANY = 48  # pointers beyond which one unaligned address counts for all
 _lock = threading.RLock()
 _binaries: dict[tuple[KernelSpec, int], Any] = {}  # (kernel, device) -> Triton's compiled kernel, loaded
 
@@ -86,7 +87,8 @@ class Launcher:
             self(*args)
 
     def _unaligned(self, args: tuple[Any, ...]) -> None:
-        broken = {i for i in self._checked if args[i].data_ptr() % 16}
+        # of a kernel of many tensors there are two variants, not one for each set of unaligned addresses
+        broken = {i for i in self._checked if len(self._checked) > MANY or args[i].data_ptr() % 16}
         aligned = tuple(a and i not in broken for i, a in enumerate(self.spec.aligned))
         _launcher(replace(self.spec, aligned=aligned), self.grid)(*args)
 
