@@ -256,6 +256,21 @@ def test_reading_what_another_one_overwrites(fuse, device):
         same_as_eager(step, ([torch.randn(n, device=device) for n in (8, 8, 8, 8)],), fuse(step, fullgraph=True))
 
 
+def test_two_changes_that_read_each_other(fuse, device):
+    def coupled(p, g, b):
+        b.mul_(0.9).add_(g + 0.01 * p)
+        p.sub_(0.1 * b)
+
+    def crossed(x, y):  # no kernel can do both: one change goes through a buffer
+        total = y.sum()
+        y.mul_(x.sum())
+        x.add_(total)
+
+    for step, shapes, launches in ((coupled, [(5, 3)] * 3, 1), (crossed, [(40,), (8, 9)], None)):
+        report = same_as_eager(step, [torch.rand(s, device=device) for s in shapes], fuse(step, fullgraph=True))
+        assert launches is None or report.launches == launches and report.bytes_fused == report.bytes_minimum
+
+
 def test_chains_of_equal_steps_are_grouped_level_by_level(fuse, device):
     def f(xs, w):
         for _ in range(3):

@@ -79,7 +79,7 @@ class _Grouping:
         for i, step in enumerate(self.steps):
             row = pattern(step, known) if isinstance(step, Cluster) and self.small(step) else None
             if row is not None and row.size > 1:
-                found.setdefault((row.key, self.aligned(row)), []).append((i, row))
+                found.setdefault((self.key(row), self.aligned(row)), []).append((i, row))
             elif row is not None:
                 single.append(i)
         shapes = dict.fromkeys(rows[0][1].strides for rows in found.values())
@@ -87,12 +87,16 @@ class _Grouping:
             step = self.steps[i]
             assert isinstance(step, Cluster)
             rows = [row for strides in (*shapes, None) if (row := pattern(step, known, strides)) is not None]
-            fits = [(row.key, False) for row in rows if (row.key, False) in found] or [(rows[-1].key, False)]
-            found.setdefault(fits[0], []).append((i, next(row for row in rows if row.key == fits[0][0])))
+            fit = next((row for row in rows if (self.key(row), False) in found), rows[-1])
+            found.setdefault((self.key(fit), False), []).append((i, fit))
         for key in [key for key, whole in found if whole and (key, False) in found]:
             if sum(row.size for _, row in found[key, True]) < FEW:
                 found[key, False] += found.pop((key, True))
         return {key: sorted(rows, key=lambda row: row[0]) for key, rows in found.items()}
+
+    def key(self, row: Pattern) -> object:
+        """Return what members of a group have in common: the pattern and the types of its pointers."""
+        return (row.key, tuple(self.buffers[name].dtype for name, _ in row.operands))
 
     def small(self, step: Cluster) -> bool:
         """Whether 32 bits hold every offset."""
