@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 PERF = Path(__file__).parent.parent / "perf"
 sys.path.insert(0, str(PERF))
 
+import report  # noqa: E402
 from cases import CASES, FAMILIES, smallest  # noqa: E402
 from turns import VARIANTS, Counter, measure, rehearsal  # noqa: E402
 
@@ -136,3 +138,75 @@ def test_peers_modes_exist():
     from torch._inductor import list_mode_options
 
     assert "max-autotune-no-cudagraphs" in list_mode_options()
+
+
+# -- the report ------------------------------------------------------------------------------------------------------------------------
+def synthetic(path, times, **info):
+    """A file of made-up rows, said to be synthetic: {(case, length): {variant: seconds}}."""
+    about = {"device": "none", "commit": "none", "synthetic": True, "dtype": "bfloat16", "pass": "forward", "bytes_minimum": 10**8}
+    rows = [
+        {"stats": {"median": seconds},
+         "extra_info": about | {"case": case, "length": n, "shape": [8, n], "variant": variant, "error": 1e-3} | info}
+        for (case, n), by in times.items() for variant, seconds in by.items()
+    ]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"cut off')
+    return path
+
+
+@pytest.fixture
+def some(tmp_path):
+    fast, slow = {"eager": 4e-5, "torch.compile": 2e-5, "fusejit-O2": 1e-5, "copy": 9e-6}, {"eager": 1e-5, "fusejit-O2": 2e-5}
+    return synthetic(tmp_path / "some.jsonl", {("softmax", 1024): fast, ("softmax", 1023): slow, ("rms_norm", 1024): {"eager": 1e-5}})
+
+
+def test_report_figures(some):
+    run = report.read([some])
+    fast, slow, alone = run.lines
+    assert fast.speedup("fusejit-O2") == pytest.approx(2.0)  # against torch.compile, the better peer
+    assert fast.of_copy("fusejit-O2") == pytest.approx(0.9) and fast.gb_s("fusejit-O2") == pytest.approx(10000)
+    assert slow.speedup("fusejit-O2") == pytest.approx(0.5) and slow.of_copy("fusejit-O2") is None
+    assert alone.speedup("fusejit-O2") is None
+    lines = "\n".join(report.summary(run))
+    assert "fusejit-O2: 1.000x" in lines and "geometric mean of 2 cases" in lines  # of 2 and a half
+    assert "fusejit-O2, under 0.97x: 1 of 2 cases" in lines
+    assert "fusejit-O3: not measured" in lines and "copy: not measured in 2 of 3 cases" in lines
+    assert "forward of 64 MB and rows up to 32K: 1 of 1 at 90% of the copy or more" in lines
+
+
+def test_missing_is_shown_as_missing(some):
+    run = report.read([some])
+    table = report.text(run)
+    (row,) = (line for line in table.splitlines() if line.startswith("rms_norm"))
+    assert row.split() == ["rms_norm", "forward", "bfloat16", "8x1024", "100", "10.0", *["-"] * 11, "-", "(1.0e-03)"]
+    assert table.startswith("SYNTHETIC") and "SYNTHETIC" in report.page(run) and "SYNTHETIC" in report.markdown(run)
+
+
+def test_later_files_replace_earlier_rows(some, tmp_path):
+    again = synthetic(tmp_path / "again.jsonl", {("softmax", 1024): {"fusejit-O2": 5e-6}})
+    assert report.read([some, again]).lines[0].us["fusejit-O2"] == pytest.approx(5.0)
+    other = synthetic(tmp_path / "other.jsonl", {("softmax", 1024): {"fusejit-O2": 5e-6}}, device="another")
+    with pytest.raises(ValueError, match="differ in device"):
+        report.read([some, other])
+    (tmp_path / "none.json").write_text('{"benchmarks": []}')
+    with pytest.raises(ValueError, match="no kernel benchmarks"):
+        report.read([tmp_path / "none.json"])
+
+
+def test_page_of_a_rehearsed_run(rehearsed, tmp_path, capsys):
+    """From gpu.sh's file to a page that needs nothing else, its drawings well-formed."""
+    from xml.dom.minidom import parseString
+
+    assert report.main([str(rehearsed / "cpu-kernels.json"), "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(drawings) == 1 + len(report.groups(report.read([rehearsed / "cpu-kernels.json"])))
+    for drawing in drawings:
+        parseString(drawing)
+    assert not re.findall(r"""(?:src|href)=""", page)
+    assert "SYNTHETIC" in capsys.readouterr().out
+
+
+def test_png(some, tmp_path):
+    pytest.importorskip("matplotlib", reason="of the extra `perf`, which only --png needs")
+    for path in report.png(report.read([some]), str(tmp_path / "plot")):
+        assert path.read_bytes().startswith(b"\x89PNG")
