@@ -37,6 +37,7 @@ class Family:
         block: the function, its arguments, its small shape; `sizes`: row length to shape.
         odd: the small shape whose rows divide by nothing.
         again: which arguments (by position) and outputs (OUTPUT) any backward has to read besides the tangents.
+        same: the arguments whose gradient is that of another one, and no tensor of its own.
         lengths: the row lengths that it is measured at.
         passes: "forward", "both" (forward and backward), "backward" (after a forward that is not timed).
     """
@@ -45,6 +46,7 @@ class Family:
     sizes: Callable[[int], Shape]
     odd: Shape
     again: tuple[int, ...] = ()
+    same: tuple[int, ...] = ()
     lengths: tuple[int, ...] = LENGTHS + ODD
     passes: tuple[str, ...] = ("forward", "both")
 
@@ -85,7 +87,7 @@ class Case:
         `again` read, the gradients written. What an implementation chooses to save in between does not count."""
         inputs = [a for a in args if isinstance(a, Tensor)]
         forward = sum(map(_bytes, (*inputs, *outputs)))
-        gradients = sum(_bytes(a) for a in inputs if a.requires_grad)
+        gradients = sum(_bytes(a) for i, a in enumerate(inputs) if a.requires_grad and i not in self.family.same)
         tangents = sum(_bytes(o) for o in outputs if o.is_floating_point())
         again = sum(_bytes(outputs[0] if i == OUTPUT else args[i]) for i in self.family.again)
         backward = tangents + gradients + again
@@ -218,19 +220,20 @@ FAMILIES: tuple[Family, ...] = (
     Family(Block("softmax", softmax, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (OUTPUT,)),
     Family(
         Block("qk_norm_rope", qk_norm_rope, _rotated, "batch, length, heads, width", _attention(128), (1, 3, 2, 16)),
-        _attention, (1, 3, 2, 6), (0, 1, 2, 3, 4, 5), (128, 64, 256),
+        _attention, (1, 3, 2, 6), (0, 1, 2, 3, 4, 5), lengths=(128, 64, 256),
     ),
     Family(
         Block(
             "residual_rms_norm", residual_rms_norm, lambda s, t: (t(*s), t(*s), t.near_one(s[1])), "rows, columns", _rows(4096), ROWS
         ),
-        _rows, ODD_ROWS, (0, 2),
+        _rows, ODD_ROWS, (0, 2), (1,),
     ),
     Family(
         Block("bias_gelu", BLOCKS["bias_gelu"].fn, BLOCKS["bias_gelu"].arguments, "rows, columns", _rows(4096), ROWS),
-        _rows, ODD_ROWS, (0, 1), (4096, 1024, 8192, 16384, 4097), ("backward", "both"),
+        _rows, ODD_ROWS, (0, 1), lengths=(4096, 1024, 8192, 16384, 4097), passes=("backward", "both"),
     ),
-    Family(Block("column_sum", column_sum, _one, "rows, columns", _columns(4096), ROWS), _columns, ODD_ROWS),
+    # its backward moves nothing: it is a view of the tangent
+    Family(Block("column_sum", column_sum, _one, "rows, columns", _columns(4096), ROWS), _columns, ODD_ROWS, passes=("forward",)),
     Family(Block("logsumexp", logsumexp, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (0, OUTPUT)),
     Family(
         Block("masked_softmax", masked_softmax, _causal_rows, "heads, queries, keys", _heads(4096), (2, 6, 24)),

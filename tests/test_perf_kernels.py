@@ -17,6 +17,7 @@ PERF = Path(__file__).parent.parent / "perf"
 sys.path.insert(0, str(PERF))
 
 import report  # noqa: E402
+import static  # noqa: E402
 from cases import CASES, FAMILIES, smallest  # noqa: E402
 from turns import VARIANTS, Counter, measure, rehearsal  # noqa: E402
 
@@ -128,9 +129,10 @@ def test_bytes_minimum_counts_what_has_to_move():
     row, weight = 5 * 33 * 4, 33 * 4
     outputs = [args[0].detach()]
     assert case.bytes_minimum(args, outputs) == (2 * row + weight) + (row + row + weight + row + weight)
-    column = next(c for c in CASES if c.name == "column_sum" and c.pass_ == "both" and c.dtype is torch.float32)
-    (x,) = column.make("cpu", small=True)
-    assert column.bytes_minimum((x,), [x.detach().sum(0)]) == row + weight + weight + row  # its backward reads the tangent alone
+    few = next(c for c in CASES if c.name == "var_mean" and c.pass_ == "both" and c.dtype is torch.float32)
+    (x,) = few.make("cpu", small=True)
+    rows = 5 * 4
+    assert few.bytes_minimum((x,), list(torch.var_mean(x.detach(), -1))) == (row + 2 * rows) + (2 * rows + row + row)
 
 
 def test_peers_modes_exist():
@@ -210,3 +212,56 @@ def test_png(some, tmp_path):
     pytest.importorskip("matplotlib", reason="of the extra `perf`, which only --png needs")
     for path in report.png(report.read([some]), str(tmp_path / "plot")):
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+# -- the static table ------------------------------------------------------------------------------------------------------------------
+PEER = """
+import dataclasses
+import sys
+
+class Phase:
+    kernels, launches, externs, codegen_s, compile_s = 2, 2, 1, 0.5, 0.25
+    stats = [{"regs": 40, "stack": 8, "wide_loads": 3}, {"regs": 64, "stack": 0, "wide_loads": 1}]
+
+def inductor(fn, args, grad=True, compile=False):
+    print("noise on stdout")
+    out = fn(*args)
+    if args[0].shape[-1] == 1023:
+        raise RuntimeError("no such kernel\\nat all")
+    assert compile and type(out).__name__ == "FakeTensor" and out.requires_grad is False
+    return dict.fromkeys(("inference", "forward", "backward") if grad else ("inference",), Phase)
+"""
+
+
+def test_static_table(tmp_path):
+    """Ours compiled for sm_90, a peer's figures beside them, one failure of the peer's kept to its row."""
+    peer, out = tmp_path / "peer.py", tmp_path / "static.json"
+    peer.write_text(PEER)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(PERF / "static.py"), "softmax-forward", "102", "--peer", str(peer), "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["cases"]
+    assert len(rows) == len(static.select(["softmax-forward", "102"], False)) == 8  # rows, or queries, of 1,024 and 1,023
+    for row in rows:
+        ours, peers = row["fusejit"], row["torch.compile"]
+        assert ours["launches"] == 1 and ours["spills"] == 0 and ours["programs"] >= 132 and 0 < ours["regs"] < 256
+        assert ours["bytes_read"] + ours["bytes_written"] == pytest.approx(row["bytes_minimum"], rel=0.01)
+        if row["length"] == 1023:
+            assert peers is None and row["peer_failed"] == "RuntimeError: no such kernel"
+        else:
+            assert [peers[k] for k in ("launches", "externs", "regs", "spills", "wide")] == [2, 1, 64, 8, 4]
+        assert row["shape"][-1] % 8 or ours["wide"] > 0
+    table = done.stdout
+    assert "1 (3)" in table and "failed in the peer's script" in table and "0 of 8 spill" in table
+
+
+def test_static_selection():
+    assert {c.dtype for c in static.select([], False)} == {torch.bfloat16} and len(static.select([], True)) == len(CASES)
+    with pytest.raises(SystemExit):
+        static.main(["no-such-case"])
+
+
+def test_least_bytes_of_a_case_need_no_memory():
+    case = next(c for c in CASES if c.id == "rms_norm-forward-bfloat16-16384x4096")
+    assert static.minimum(case) == 2 * (2 * 16384 * 4096 + 4096)
