@@ -112,7 +112,7 @@ def signbit(x):
     return result
 
 
-@jit
+@twin
 def fma(x, y, z):
     return tl.fma(x, y, z)
 
