@@ -265,3 +265,10 @@ def test_static_selection():
 def test_least_bytes_of_a_case_need_no_memory():
     case = next(c for c in CASES if c.id == "rms_norm-forward-bfloat16-16384x4096")
     assert static.minimum(case) == 2 * (2 * 16384 * 4096 + 4096)
+
+
+def test_only_conftest_switches_the_interpreter_on():
+    """A test file that did would turn a run with `-m gpu` into one of the interpreter: everything would be skipped."""
+    switches = re.compile(r"""environ(?:\.setdefault\(|\[)["']TRITON_INTERPRET["'](?:\]\s*=|,)""")
+    files = [path for path in Path(__file__).parent.glob("*.py") if path.name != "conftest.py"]
+    assert [path.name for path in files if switches.search(path.read_text())] == []
