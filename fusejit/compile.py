@@ -19,10 +19,11 @@ from torch.fx import GraphModule
 from . import config
 from .codegen.cluster import Cluster
 from .codegen.fuse import fuse
+from .codegen.kernel import Kernel
 from .codegen.lower import Extern, Lowered, lower
 from .codegen.plan import plan
 from .codegen.program import Program, verify
-from .codegen.render import Kernel, render
+from .codegen.render import render
 from .codegen.rules import RULES
 from .codegen.schedule import schedule
 from .codegen.simplify import simplify

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from .codegen.kernel import Kernel, reads_of
 from .codegen.lower import Extern, refs
 from .codegen.program import Program
-from .codegen.render import Kernel, reads_of
 from .specialise import Fallback, Specialisation
 
 aten = torch.ops.aten

@@ -235,7 +235,8 @@ def leaves(roots: Iterable[Expr]) -> list[Load | Iota]:
 class Store:
     """`value` written to `buffer` of `dtype` at `layout`; a stride of 0 along all reduce axes makes it a row result.
 
-    `mode` is "" or "atomic_add"; `index` adds computed coordinates (scatter).
+    `mode` is "", "atomic_add", or a reduction: each program writes one partial result, of all its rows, behind those of the programs
+    before it. `index` adds computed coordinates (scatter).
     """
 
     buffer: str
@@ -248,12 +249,16 @@ class Store:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One kernel: parallel extents, reduce extents, stores. Every layout inside spans (*parallel, *reduce), one stride per axis."""
+    """One kernel: parallel extents, reduce extents, stores. Every layout inside spans (*parallel, *reduce), one stride per axis.
+
+    `programs` is 0, or the number of programs that share the rows between them (mixed reductions).
+    """
 
     parallel: tuple[int, ...]
     reduce: tuple[int, ...]
     stores: tuple[Store, ...]
     lines: tuple[str, ...] = ()
+    programs: int = 0
 
     @staticmethod
     def build(parallel: Sequence[int], reduce: Sequence[int], stores: Iterable[Store], lines: tuple[str, ...] = ()) -> Cluster:
@@ -332,7 +337,7 @@ class Cluster:
             layout, rest = apply(store.layout, change)
             index = (*((new[e], stride) for e, stride in store.index), *((computed(t), t.stride) for t in rest))
             stores.append(replace(store, layout=layout, value=new[store.value], index=index))
-        return Cluster(tuple(parallel), tuple(reduce), tuple(stores), self.lines)
+        return replace(self, parallel=tuple(parallel), reduce=tuple(reduce), stores=tuple(stores))
 
     @cached_property
     def coalesced(self) -> Cluster:
@@ -364,7 +369,8 @@ class Cluster:
             left, right = " ".join(strides[:split]), " ".join(strides[split:])
             return f"  {kind:<6}{name:<12} {left:>16} | {right:<12} {str(dtype).removeprefix('torch.')}{note}"
 
-        lines = [f"parallel {' '.join(map(str, self.parallel)) or 1} | reduce {' '.join(map(str, self.reduce)) or 1}"]
+        by = f" by {self.programs} programs" if self.programs else ""
+        lines = [f"parallel {' '.join(map(str, self.parallel)) or 1}{by} | reduce {' '.join(map(str, self.reduce)) or 1}"]
         for node in self.order:
             if isinstance(node, Load):
                 note = (" indirect" if node.index else "") + (" masked" if node.mask is not None else "")

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from .fuse import Unfused
+from .kernel import Kernel
 from .lower import Buffer, Extern, Lowered, Ref
 from .plan import Alloc, Free, Launch, Return, Step
-from .render import Kernel, _template
+from .render import _template
 
 
 @dataclass

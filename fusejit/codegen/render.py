@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 
 from ..errors import Unsupported
 from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Random, Reduce, Store, children, postorder
+from .kernel import Kernel, bytes_written, reads_of
 from .layout import Layout, permute
 from .lower import Buffer
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
@@ -28,45 +28,6 @@ from .size import product
 
 INDEX_OPS = {"index_div", "index_mod"}
 COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One Triton kernel, its launch, and what it costs.
-
-    Attributes:
-        source: text of the function; params: Triton types of its pointers; constants: its tile sizes; grid, num_warps, debug: the launch.
-        arguments: buffer names in the order of `params`; ops: the ATen ops inside with the user's lines.
-        bytes_read, bytes_written: what one launch moves, each element of each operand once.
-        compiled: machine code and its costs, where the kernel was compiled for a target.
-    """
-
-    name: str
-    template: str
-    source: str
-    params: tuple[str, ...]
-    constants: tuple[tuple[str, int], ...]
-    grid: tuple[int, int, int]
-    num_warps: int
-    num_stages: int
-    debug: bool
-    fp_fusion: bool
-    arguments: tuple[str, ...]
-    ops: tuple[str, ...]
-    bytes_read: int
-    bytes_written: int
-    cluster: Cluster
-    schedule: Schedule
-    compiled: Any = None
-
-    table = property(lambda self: str(self.cluster))
-    ptx = property(lambda self: self.compiled.ptx)
-    cubin = property(lambda self: self.compiled.cubin)
-    n_regs = property(lambda self: self.compiled.n_regs)
-    n_spills = property(lambda self: self.compiled.n_spills)
-    shared = property(lambda self: self.compiled.shared)
-    wide_loads = property(lambda self: self.compiled.wide_loads)
-    wide_stores = property(lambda self: self.compiled.wide_stores)
 
 
 def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numerics: str = "fast") -> Kernel:
@@ -103,7 +64,13 @@ def _template(name: str) -> Any:
 
 def _kernel_name(cluster: Cluster, tiles: Schedule) -> str:
     words = [n.op for n in cluster.order if isinstance(n, (Compute, Reduce)) and n.op not in ("cast", *INDEX_OPS, "checked_index")]
-    short = {"reduction_persistent": "row", "reduction_looped": "loop", "pointwise_2d": "tile", "pointwise": "flat"}[tiles.template]
+    short = {
+        "reduction_persistent": "row",
+        "reduction_mixed": "both",
+        "reduction_looped": "loop",
+        "pointwise_2d": "tile",
+        "pointwise": "flat",
+    }[tiles.template]
     return "_".join([short, *list(dict.fromkeys(words))[:6]]) if words else f"{short}_copy"
 
 
@@ -113,27 +80,6 @@ def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
     rank = len(cluster.axes)
     new = [*(a for a in range(rank) if a not in (axis, rank - 1)), axis, rank - 1]
     return cluster.map(permute(cluster.axes, new), [cluster.axes[a] for a in new], [])
-
-
-# -- bytes -----------------------------------------------------------------------------------------------------------------------------
-def reads_of(cluster: Cluster, buffers: dict[str, Buffer]) -> dict[str, int]:
-    """Return the bytes that a launch has to read of each buffer: every element that some load reaches, once."""
-    found = {}
-    for name, loads in cluster.reads.items():
-        reach = sum(_reach(node, cluster.axes) for node in {(n.layout, n.index): n for n in loads}.values())
-        found[name] = min(buffers[name].bytes, reach * buffers[name].dtype.itemsize)
-    return found
-
-
-def bytes_written(cluster: Cluster, buffers: dict[str, Buffer]) -> int:
-    return sum(_reach(s, cluster.axes) * s.dtype.itemsize for s in cluster.stores)
-
-
-def _reach(access: Load | Store, axes: tuple[int, ...]) -> int:
-    """Return how many elements an access touches: one for each coordinate of the axes that it, or its computed index, runs along."""
-    found = [n.layout for e, _ in access.index for n in postorder([e]) if isinstance(n, (Load, Iota))]
-    runs = [any((lay.strides or ())[a] for lay in (access.layout, *found)) for a in range(len(axes))]
-    return product(n for n, used in zip(axes, runs, strict=True) if used)
 
 
 # -- the text --------------------------------------------------------------------------------------------------------------------------
@@ -161,6 +107,8 @@ class _Writer:
         return {"x": list(range(self.split)), "r": list(range(self.split, rank))} if self.cluster.reduce else {"x": list(range(rank))}
 
     def grid(self) -> tuple[int, int, int]:
+        if self.cluster.programs:
+            return (self.cluster.programs, 1, 1)
         sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
         count = lambda v: -(-sizes[v] // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # noqa: E731
         y = count("y") if "y" in sizes else 1
@@ -224,17 +172,57 @@ class _Writer:
             fields["columns" if variable == "r" else "axes"] += self.coordinates(variable)
         if self.tiles.template == "reduction_looped":
             return fields | {"passes": self.passes(), "extent": product(self.cluster.reduce), "rows": []}
+        if self.tiles.template == "reduction_mixed":
+            return fields | self.walk()
         tape = _Tape(self)
         lines = [line for node in self.cluster.order for line in tape.statement(node)]
         lines += [line for store in self.cluster.stores for line in tape.store(store)]
         return fields | {"rows": [lines]}
 
-    def passes(self) -> list[dict[str, list[str]]]:
-        """Return one pass over the row per level: what it accumulates and stores needs only reductions of the passes before."""
+    def walk(self) -> dict[str, Any]:
+        """Return the statements of a walk over rows: before the loop, inside, and after it, where the column results are written."""
+        sums = [s for s in self.cluster.stores if s.mode in OPS]
+        names = {s.buffer: f"sum{i}" for i, s in enumerate(sums)}
+        tiles = range(-(-product(self.cluster.reduce) // self.tiles["RBLOCK"]))
+        start, body, finish = [], [], []
+        if len(tiles) == 1:
+            tape = _Tape(self)
+            body = [line for node in self.cluster.order for line in tape.statement(node)]
+            body += [line for s in self.cluster.stores if s not in sums for line in tape.store(s)]
+            body += [line.replace("@", "0") for s in sums for line in tape.column(s, names[s.buffer])]
+        else:  # the row is read again, out of L1 or L2, rather than kept: only its column sums stay in registers
+            for level in self.passes(names):
+                body += level["rows"] + level["start"]
+                for t in tiles if level["body"] else ():
+                    body += [line.replace("@", str(t)) for line in (*self.tile(t), *level["body"])]
+                body += level["finish"]
+        for t in tiles:
+            again = self.tile(t) if len(tiles) > 1 else []
+            for s in sums:
+                first, last = _Tape(self).partial(s, names[s.buffer])
+                start.append(first.replace("@", str(t)))
+                finish += [line.replace("@", str(t)) for line in (*again, last)]
+        steps = f"program * XBLOCK, {product(self.cluster.parallel)}, {self.grid()[0]} * XBLOCK"
+        loop = f"tl.range({steps}, num_stages={self.tiles.num_stages})" if self.tiles.num_stages > 1 else f"range({steps})"
+        columns = [] if len(tiles) > 1 else self.tile(0)
+        return {"start": columns + start, "rows": [body], "finish": finish, "loop": loop}
+
+    def tile(self, number: int) -> list[str]:
+        """Return the statements that set the column index to one tile of the row."""
+        first = f"{number} * RBLOCK + " if number else ""
+        wide = ".to(tl.int64)" if self.wide else ""
+        return [f"r = ({first}tl.arange(0, RBLOCK))[None, :]{wide}", *self.coordinates("r")]
+
+    def passes(self, sums: dict[str, str] | None = None) -> list[dict[str, list[str]]]:
+        """Return one pass over the row per level: what it accumulates and stores needs only reductions of the passes before.
+
+        Stores whose buffer is in `sums` are added to the column sum of that name instead.
+        """
         top = max(self.levels.values(), default=0)
         tape = _Tape(self)
         result: list[dict[str, list[str]]] = []
         rows = [n for n in self.cluster.order if not self.full[n] and not isinstance(n, Reduce)]
+        policies = self.policies(top)
         for level in range(top + 1):
             made = [n for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1]
             stores = [s for s in self.cluster.stores if self._stored_at(s, top) == level]
@@ -242,6 +230,7 @@ class _Writer:
             wide = [s for s in stores if any((s.layout.strides or ())[self.split :]) or self.full.get(s.value, False)]
             narrow = [line for s in stores if s not in wide for line in tape.store(s)]
             inner = _Tape(self, tape)
+            inner.policies = {} if sums else policies[level]  # a walk reads its one row again out of L1
             roots = [a for n in made for a in n.args] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
             body = [line for n in self._inside(roots) for line in inner.statement(n)]
             start, finish = [], []
@@ -250,8 +239,24 @@ class _Writer:
                 start += begin
                 body += step
                 finish += end
-            body += [line for s in wide for line in inner.store(s)]
+            body += [line for s in wide for line in (inner.column(s, sums[s.buffer]) if sums and s.buffer in sums else inner.store(s))]
             result.append({"rows": head + narrow, "start": start, "body": body if made or wide else [], "finish": finish})
+        return result
+
+    def policies(self, top: int) -> list[dict[Expr, str]]:
+        """Return, for each pass, how L2 should treat what it loads: kept for the next pass, or let go of after the last one."""
+        used: list[set[Expr]] = []
+        for level in range(top + 1):
+            made = [a for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1 for a in n.args]
+            stored = [s.value for s in self.cluster.stores if self._stored_at(s, top) == level]
+            used.append({n for n in self._inside([*made, *stored]) if isinstance(n, Load) and not n.index})
+        result = []
+        for level, loads in enumerate(used):
+            later = set().union(*used[level + 1 :])
+            before = set().union(*used[:level])
+            shared = {n for n in loads if self.cluster.parallel and not any((n.layout.strides or ())[: self.split])}
+            again = {n: "evict_last" for n in loads if n in later or n in shared}
+            result.append(dict.fromkeys(loads & before, "evict_first") | again)
         return result
 
     def _stored_at(self, store: Store, top: int) -> int:
@@ -271,6 +276,7 @@ class _Tape:
         self.names: dict[Expr, str] = dict(outside.names) if outside else {}
         self.counter: list[int] = outside.counter if outside else [0]
         self.narrow: set[Expr] = set(outside.narrow) if outside else set()
+        self.policies: dict[Expr, str] = {}
 
     def fresh(self) -> str:
         self.counter[0] += 1
@@ -327,6 +333,7 @@ class _Tape:
         if tested and not any(any(lay.strides or ()) for lay in (node.layout, *along)):
             offset += f" + 0 * {self.writer.some_axis(tested)}"  # one element, masked by a tile: Triton wants a tile of pointers
         more = (f", {mask}" if mask else "") + (f", other={node.fill}" if node.mask is not None else "")
+        more += f', eviction_policy="{self.policies[node]}"' if node in self.policies else ""
         value = f"tl.load({self.writer.pointers[node.buffer]} + ({offset}){more})"
         value = STORAGE[node.dtype].load.format(value)
         return f"({value} != 0)" if node.dtype is torch.bool else value
@@ -386,6 +393,24 @@ class _Tape:
             body = [f"{', '.join(new)} = {together}", *(f"{n} = tl.where(rmask, {m}, {n})" for n, m in zip(names, new, strict=True))]
         name = outside.names[node] = self.names[node] = self.fresh()
         return start, body, [f"{name} = {self._finish(node, names)}"]
+
+    def column(self, store: Store, name: str) -> list[str]:
+        """Return the statements that add a row to a column sum; "@" stands for the number of the tile."""
+        value = self._tile(store.value)
+        together = f"fj.{store.mode}_combine({name}_@, {value})"
+        if not self.writer.masked("x"):
+            return [f"{name}_@ = {together}"]
+        return [f"new{name} = {together}", f"{name}_@ = tl.where(xmask, new{name}, {name}_@)"]
+
+    def partial(self, store: Store, name: str) -> tuple[str, str]:
+        """Return the statement that begins a column sum, and the one that writes what this program's rows came to."""
+        row, dtype, writer = OPS[store.mode], store.value.dtype, self.writer
+        assert row.identity is not None
+        start = f"{name}_@ = tl.full([XBLOCK, RBLOCK], {_number(row.identity(dtype))}, {STORAGE[dtype].compute})"
+        total = f"fj.{store.mode}({name}_@, 0)[None, :]" if writer.tiles["XBLOCK"] > 1 else f"{name}_@"
+        place = f"program * {product(writer.cluster.reduce)} + {writer.offset(store.layout)}"
+        mask = ", rmask" if writer.masked("r") else ""
+        return start, f"tl.store({writer.pointers[store.buffer]} + ({place}), {STORAGE[store.dtype].store.format(total)}{mask})"
 
     def store(self, store: Store) -> list[str]:
         writer = self.writer

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cluster import Cluster, Load
+from .cost import machine
 from .layout import permute
+from .ops import OPS
 from .realize import footprint
 from .size import product
 
@@ -167,6 +169,32 @@ def _tile_persistent(cluster: Cluster) -> Schedule:
     return Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), warps if tile >= 1024 else max(1, tile // 256))
 
 
+def _tile_mixed(cluster: Cluster) -> Schedule:
+    columns, rows = power_of_two(product(cluster.reduce)), product(cluster.parallel)
+    across = max(1, min(512 // columns, power_of_two(-(-rows // cluster.programs))))
+    warps = min(16, max(1, across * columns // 256))
+    if fits_mixed(cluster, machine().mixed_values):
+        return Schedule("reduction_mixed", (("XBLOCK", across), ("RBLOCK", columns)), warps, 2)
+    return Schedule("reduction_mixed", (("XBLOCK", 1), ("RBLOCK", 4096)), warps, 1)
+
+
+def fits_mixed(cluster: Cluster, values: int) -> bool:
+    """Whether a program of a mixed reduction keeps its row in registers, besides the column sums."""
+    return power_of_two(product(cluster.reduce)) * (column_sums(cluster) + cluster.held) <= values
+
+
+def even_rows(cluster: Cluster) -> bool:
+    """Whether every row that is read or written begins at a multiple of 16 bytes."""
+    split = len(cluster.parallel)
+    strides = [(s, n.dtype.itemsize) for n in full_loads(cluster) for s in (n.layout.strides or ())[:split]]
+    strides += [(n, s.dtype.itemsize) for s in cluster.stores for n in (s.layout.strides or ())[:split] if n != 1]
+    return all(stride * size % 16 == 0 for stride, size in strides)
+
+
+def column_sums(cluster: Cluster) -> int:
+    return sum(s.mode in OPS for s in cluster.stores)
+
+
 def _tile_looped(cluster: Cluster) -> Schedule:
     rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
     if column_reduction(cluster):
@@ -178,8 +206,9 @@ def _tile_looped(cluster: Cluster) -> Schedule:
     return Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, columns))), 8)
 
 
-# The first row that applies wins. reduction_split, reduction_mixed and foreach will be rows above these.
+# The first row that applies wins.
 TEMPLATES = (
+    Template("reduction_mixed", lambda cluster: cluster.programs > 0, _tile_mixed),
     Template("pointwise_2d", _two_fast_axes, _tile_pointwise_2d),
     Template("pointwise", _pointwise, _tile_pointwise),
     Template("reduction_persistent", _persistent, _tile_persistent),

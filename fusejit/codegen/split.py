@@ -64,13 +64,17 @@ def _two_steps(cluster: Cluster, pieces: int, buffers: dict[str, Buffer]) -> lis
     )
     first = [Store(b.name, at, node, node.dtype) for b, node in partial.values()]
     one = Cluster.build((*wide.parallel, pieces), wide.reduce[1:], first, cluster.lines)
-    return [one, _combined(wide, partial, pieces, cluster.lines)]
+    return [one, combined(wide, partial, pieces, cluster.lines)]
 
 
-def _combined(wide: Cluster, partial: dict[Expr, tuple[Buffer, Reduce]], pieces: int, lines: tuple[str, ...]) -> Cluster:
-    """Return the cluster that reduces the partial results and computes what followed the reduction."""
+def combined(wide: Cluster, partial: dict[Expr, tuple[Buffer, Reduce]], pieces: int, lines: tuple[str, ...]) -> Cluster:
+    """Return the cluster that reduces the partial results and computes what followed the reduction.
+
+    Args:
+        wide: the cluster as it was, its results along the parallel axes. partial: for each Reduce in it, a buffer (pieces, rows).
+    """
     rank = len(wide.parallel)
-    here = [*(contiguous(wide.parallel).strides or ()), 0, 0]
+    here = [*(contiguous(wide.parallel).strides or ()), *(0 for _ in wide.reduce)]
     operations = {b.name: node.op for b, node in partial.values()}
 
     def take(node: Expr) -> Expr:
@@ -86,7 +90,7 @@ def _combined(wide: Cluster, partial: dict[Expr, tuple[Buffer, Reduce]], pieces:
         return reduction(operations[node.buffer], load(node.buffer, spread, node.dtype), dtype=node.dtype)
 
     values = rewrite([s.value for s in wide.stores], take)
-    drop = Affine((*wide.parallel, pieces), tuple((0, ((d, 1),)) if d < rank else (0, ()) for d in range(rank + 2)))
+    drop = Affine((*wide.parallel, pieces), tuple((0, ((d, 1),)) if d < rank else (0, ()) for d in range(len(wide.axes))))
     values = rewrite(view(values, drop), combine)
     stores = [
         replace(s, value=v, layout=strided((*wide.parallel, pieces), [*(s.layout.strides or ())[:rank], 0], s.layout.offset))

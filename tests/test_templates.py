@@ -1,0 +1,151 @@
+"""Every reduction template: right numbers through the interpreter against float64, and machine code for an H100 that reads once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusejit
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def wide(t):
+    return t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+
+def results(f, args, tangents=None):
+    """Outputs, then gradients of the inputs that want one."""
+    inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    out = f(*args)
+    out = list(out) if isinstance(out, tuple) else [out]
+    if not inputs:
+        return out
+    made = [o for o in out if o.requires_grad]
+    given = [torch.ones_like(o) if tangents is None else t.to(o.dtype) for o, t in zip(made, tangents or made, strict=True)]
+    return [o.detach() for o in out] + list(torch.autograd.grad(made, inputs, given))
+
+
+def compare(f, args, tangents=None):
+    """Fused results are as near float64 as twice eager's, plus 2 ulp of the largest value; NaN and infinity stand where eager has them."""
+    jitted = fusejit.jit(f, backend="interpret")
+    fused, eager = results(jitted, args, tangents), results(f, args, tangents)
+    exact = results(f, [wide(a) for a in args], tangents)
+    for one, two, right in zip(fused, eager, exact, strict=True):
+        assert one.shape == two.shape and one.dtype == two.dtype and one.stride() == two.stride()
+        if not one.is_floating_point():
+            assert torch.equal(one, two)
+            continue
+        assert torch.equal(one.isnan(), two.isnan()) and torch.equal(one.isinf(), two.isinf())
+        top = right.nan_to_num(0, 0, 0).abs().max().item() if right.numel() else 0.0
+        error, allowed = ((t.double() - right).nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0 for t in (one, two))
+        assert error <= 2 * allowed + 2 * torch.finfo(one.dtype).eps * top, f"{error} against eager's {allowed}, values up to {top}"
+    return jitted
+
+
+def forward_templates(jitted, *args):
+    return [k.template for k in jitted.program(*args).kernels]
+
+
+def for_h100(f, *args):
+    return fusejit.compile_for(f, args, target="sm_90").kernels
+
+
+def meta(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype)
+
+
+# -- mixed: rows and columns of one read ------------------------------------------------------------------------------------------------
+def layer_norm(x, w, b):
+    return F.layer_norm(x, (x.shape[-1],), w, b)
+
+
+def rms_norm(x, w):
+    return F.rms_norm(x, (x.shape[-1],), w)
+
+
+def softmax_with_bias(x, b):
+    return (x + b).softmax(-1)
+
+
+def row_and_column(x, y):
+    return (x * y).sum(-1), (x * y).sum(0), (x.abs() * y).amax(0)
+
+
+def column_of_a_row_result(x):
+    y = x - x.amax(-1, keepdim=True)
+    return y, y.sum(0)
+
+
+def norm_backward(dy, x, w, mean, rstd, b):
+    return torch.ops.aten.native_layer_norm_backward(dy, x, [x.shape[-1]], mean, rstd, w, b, [True, True, True])
+
+
+def rms_backward(dy, x, w, rstd):
+    grad = (dy * w).float()
+    normed = x.float() * rstd
+    dx = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * rstd
+    return dx.to(x.dtype), (dy.float() * normed).sum(0).to(w.dtype)
+
+
+@pytest.mark.parametrize("shape", [(600, 64), (601, 37), (2, 301, 20), (257, 1), (270, 1023)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("f", [layer_norm, rms_norm, softmax_with_bias])
+def test_rows_and_columns_of_one_read(f, shape, dtype):
+    weights = 2 if f is layer_norm else 1
+    args = [torch.randn(shape), *(torch.randn(shape[-1]) for _ in range(weights))]
+    args = [a.to(dtype).requires_grad_() for a in args]
+    jitted = compare(f, args, [torch.randn(shape).to(dtype)])
+    if shape[-1] > 1 and dtype is F32:
+        report = jitted.explain(*args)
+        assert report.backward.launches <= 3
+
+
+@pytest.mark.parametrize("f", [row_and_column, column_of_a_row_result])
+def test_a_row_result_may_feed_the_columns(f):
+    x, y = torch.randn(701, 65), torch.randn(701, 65)
+    args = (x, y) if f is row_and_column else (x,)
+    jitted = compare(f, args)
+    assert forward_templates(jitted, *args)[0] == "reduction_mixed"
+
+
+def test_rows_that_need_the_columns_stay_apart():
+    jitted = compare(lambda x: (x - x.sum(0)).softmax(-1), (torch.randn(600, 48),))
+    assert "reduction_mixed" not in forward_templates(jitted, torch.randn(600, 48))
+
+
+def test_the_columns_of_a_strided_input_and_of_nan():
+    x = torch.randn(700, 128)[:, ::2]
+    compare(row_and_column, (x, torch.randn(700, 64)))
+    x = torch.randn(700, 64)
+    x[3, 5], x[9, 1], x[11, 7] = float("nan"), float("inf"), -float("inf")
+    compare(row_and_column, (x, torch.ones(700, 64)))
+
+
+def test_mixed_is_deterministic():
+    x, y = torch.randn(700, 65), torch.randn(700, 65)
+    jitted = fusejit.jit(row_and_column, backend="interpret")
+    assert all(torch.equal(a, b) for a, b in zip(jitted(x, y), jitted(x, y), strict=True))
+
+
+@pytest.mark.parametrize("rows, columns", [(8192, 8192), (2048, 8192), (32768, 4096), (16384, 16384), (8192, 1000), (8192, 4097)])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norm_backward_reads_x_and_dy_once(norm, rows, columns):
+    """The rows and columns of norm backward, for an H100: two launches, x and dy read once, no spills."""
+    x, w, row = meta(rows, columns), meta(columns), meta(rows, 1, dtype=F32)
+    mixed, small = for_h100(norm_backward, x, x, w, row, row, w) if norm == "layer_norm" else for_h100(rms_backward, x, x, w, row)
+    assert mixed.template == "reduction_mixed" and mixed.grid[0] >= 132
+    assert mixed.bytes_read <= 2 * 2 * rows * columns + 2 * columns + 8 * rows
+    sums = 2 if norm == "layer_norm" else 1
+    assert mixed.bytes_written == 2 * rows * columns + sums * 4 * mixed.grid[0] * columns
+    assert small.bytes_read == sums * 4 * mixed.grid[0] * columns
+    assert mixed.n_spills == small.n_spills == 0
+    assert mixed.wide_loads >= 2 or columns % 8
+
+
+def test_mixed_is_refused_where_partial_results_cost_more():
+    """160 rows: 132 programs would write almost as much as they save."""
+    x = meta(160, 4096)
+    kernels = for_h100(rms_backward, x, x, meta(4096), meta(160, 1, dtype=F32))
+    assert "reduction_mixed" not in [k.template for k in kernels]
