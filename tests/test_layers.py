@@ -14,7 +14,7 @@ ORDER = [
     *("errors", "config"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
     *("codegen/views", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
-    *("codegen/cost", "codegen/schedule", "codegen/split", "codegen/align", "codegen/mix", "codegen/fuse"),
+    *("codegen/cost", "codegen/schedule", "codegen/online", "codegen/split", "codegen/align", "codegen/mix", "codegen/fuse"),
     *("codegen/kernel", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),

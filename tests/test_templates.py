@@ -149,3 +149,64 @@ def test_mixed_is_refused_where_partial_results_cost_more():
     x = meta(160, 4096)
     kernels = for_h100(rms_backward, x, x, meta(4096), meta(160, 1, dtype=F32))
     assert "reduction_mixed" not in [k.template for k in kernels]
+
+
+# -- split: few rows, long ones ---------------------------------------------------------------------------------------------------------
+LONG = 40_000
+FEW_ROWS = {
+    "softmax": (lambda x: x.softmax(-1), 3),
+    "log_softmax": (lambda x: x.log_softmax(-1), 3),
+    "logsumexp": (lambda x: x.logsumexp(-1), 2),
+    "argmax": (lambda x: x.argmax(-1), 2),
+    "max": (lambda x: tuple(x.max(-1)), 2),
+    "var_mean": (lambda x: torch.var_mean(x, -1), 2),
+    "var": (lambda x: x.var(-1), 2),
+    "layer_norm": (lambda x: F.layer_norm(x, x.shape[-1:]), 3),
+    "share": (lambda x: x / x.sum(), 3),
+    "norm": (lambda x: x.norm(dim=-1), 2),
+    "softmax_of_softmax": (lambda x: (x.softmax(-1) * 100).softmax(-1), 5),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_few_long_rows_take_steps_that_fill_the_device(name, dtype):
+    """An even number of pieces takes one pass to reduce, whatever follows what: a softmax is three launches."""
+    f, launches = FEW_ROWS[name]
+    x = (torch.randn(3, LONG) + (30 if name in ("var_mean", "layer_norm") else 0)).to(dtype)
+    jitted = compare(f, (x,))
+    assert jitted.program(x).launches <= launches
+
+
+@pytest.mark.parametrize("name", ["softmax", "argmax", "var_mean", "norm"])
+def test_a_row_that_no_piece_divides(name):
+    """40,009 is a prime: the last piece is shorter, and nothing behind the end of a row is read or counted."""
+    f, _ = FEW_ROWS[name]
+    jitted = compare(f, (torch.randn(2, 40_009) - 5,))
+    assert jitted.program(torch.randn(2, 40_009)).kernels[0].grid[0] > 16
+
+
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "argmax", "var"])  # eager's mean of a row of -inf is NaN
+def test_pieces_of_infinity_and_nan(name):
+    f, _ = FEW_ROWS[name]
+    x = torch.randn(5, LONG)
+    x[0], x[1, 5], x[2, 7], x[3, 9000:] = -float("inf"), float("nan"), float("inf"), -float("inf")
+    compare(f, (x,))
+
+
+def test_ties_go_to_the_first_place():
+    x = torch.zeros(2, LONG)
+    x[0, [700, 30_000, 39_999]] = 4.0
+    assert fusejit.jit(lambda x: x.argmax(-1), backend="interpret")(x).tolist() == [700, 0]
+
+
+def test_a_mean_far_from_zero_keeps_its_variance():
+    compare(FEW_ROWS["var_mean"][0], (torch.randn(2, LONG) + 1e4,))
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_softmax_of_few_rows_for_h100(rows):
+    pieces, whole, rest = for_h100(FEW_ROWS["softmax"][0], meta(rows, 131_072))
+    assert pieces.grid[0] >= 132 and rest.grid[0] >= 132 and not max(k.n_spills for k in (pieces, whole, rest))
+    assert pieces.bytes_read == rest.bytes_written == 2 * rows * 131_072
+    assert pieces.wide_loads and rest.wide_loads and rest.wide_stores

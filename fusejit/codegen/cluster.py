@@ -183,6 +183,15 @@ def rewrite(roots: Sequence[Expr], visit: Callable[[Expr], Expr]) -> list[Expr]:
     return [new[r] for r in roots]
 
 
+def substitute(roots: Sequence[Expr], table: dict[Expr, Expr]) -> list[Expr]:
+    """Return `roots` with the nodes of `table` replaced, whatever lies below them."""
+    new = dict(table)
+    for node in postorder(roots, lambda n: () if n in table else children(n)):
+        if node not in new:
+            new[node] = _rebuild(node, new)
+    return [new[r] for r in roots]
+
+
 def _rebuild(node: Expr, new: dict[Expr, Expr]) -> Expr:
     match node:
         case Compute() | Reduce():

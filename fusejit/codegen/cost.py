@@ -15,7 +15,11 @@ from importlib.resources import files
 
 import torch
 
+from .cluster import Cluster, Load
+from .size import product
+
 DEFAULT = "sm_90"
+ALONE = 1.5  # one program of 16 warps draws so many times a multiprocessor's share of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +69,22 @@ def machine(arch: str | None = None) -> Device:
     pairs = tuple((limit, k) for limit, k in figures.pop("mixed_programs"))
     device = Device(**figures, mixed_programs=pairs)
     return replace(device, name=here.name, sms=here.multi_processor_count) if here else device
+
+
+def pays_to_split(cluster: Cluster, device: Device) -> bool:
+    """Whether a row that is read again is better cut into pieces, two launches more, than left to one program a row."""
+    rows, columns = product(cluster.parallel), product(cluster.reduce)
+    read = sum(n.dtype.itemsize for n in full(cluster)) * rows * columns
+    written = sum(s.dtype.itemsize for s in cluster.stores if any((s.layout.strides or ())[len(cluster.parallel) :])) * rows * columns
+    passes = max(cluster.levels.values()) + 1
+    share = min(1.0, ALONE * rows / device.sms)  # of the memory that so many programs can keep busy
+    whole = (read + written) / (device.bandwidth * share) + (passes - 1) * read / (device.l2_bandwidth * share)
+    fits = read <= device.l2_bytes
+    pieces = (read + written) / device.bandwidth + read / (device.l2_bandwidth if fits else device.bandwidth)
+    return pieces + 2e-6 * device.launch_us < whole
+
+
+def full(cluster: Cluster) -> set[Load]:
+    """Return the loads that run along a reduce axis, one per buffer and position."""
+    split = len(cluster.parallel)
+    return {n for n in cluster.order if isinstance(n, Load) and (n.index or any((n.layout.strides or ())[split:]))}

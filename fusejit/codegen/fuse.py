@@ -13,7 +13,7 @@ import heapq
 from dataclasses import dataclass, replace
 
 from .align import Refused, align, join, space
-from .cluster import Cluster, Reduce, Store
+from .cluster import Cluster, Reduce
 from .cost import Device, machine
 from .lower import Buffer, Extern, Lowered, refs
 from .mix import mix
@@ -22,8 +22,6 @@ from .schedule import column_reduction
 from .size import product
 
 MAX_BUFFERS = 48  # arguments of one kernel
-FEW_ROWS = 32  # below this many programs a long row must not drag its pointwise neighbours into its few programs
-LONG_ROW = 8192
 NEIGHBOURS = 12  # how many siblings of one buffer are tried with each other
 
 
@@ -257,19 +255,11 @@ def _check(a: Cluster, b: Cluster, merged: Cluster, buffers: dict[str, Buffer]) 
         raise Refused(f"{size} ops in one kernel, {MAX_WEIGHT} at most")
     if len(merged.reads.keys() | merged.writes.keys()) > MAX_BUFFERS:
         raise Refused(f"more than {MAX_BUFFERS} buffers in one kernel")
-    rows, columns = product(merged.parallel), product(merged.reduce)
-    flat = [c for c in (a, b) if not any(isinstance(n, Reduce) for n in c.order)]
-    if len(flat) == 1 and rows < FEW_ROWS and columns >= LONG_ROW and any(_spans(s, len(merged.parallel)) for s in flat[0].stores):
-        raise Refused(f"only {rows} rows of {columns}: one program a row would leave the device idle")
     for store in merged.stores:
         target = buffers[store.buffer].written_to
         for node in merged.reads.get(target, ()) if target else ():
             if node.index or node.layout != store.layout:
                 raise Refused(f"it would overwrite {target} while others still read it")
-
-
-def _spans(store: Store, split: int) -> bool:
-    return any(s != 0 for s in (store.layout.strides or ())[split:])
 
 
 def _first_line(step: Cluster | Extern) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .align import Refused, align, join
-from .cluster import Cluster, Reduce, Store, view
+from .cluster import Cluster, Expr, Reduce, Store, load, reduction, view
 from .cost import Device
 from .layout import contiguous, permute, strided
 from .lower import Buffer
@@ -50,8 +50,10 @@ def mix(row: Cluster, column: Cluster, column_first: bool, buffers: dict[str, Bu
         raise Refused(f"{len(sums)} column sums of rows of {product(one.reduce)} do not fit in the registers of a program")
     back = permute(two.axes, [*range(len(two.parallel), len(two.axes)), *range(len(two.parallel))])
     upright = replace(two, stores=tuple(s for s in two.stores if s.buffer in results)).map(back, two.reduce, two.parallel)
-    partial = {n: (b, n) for n, b in zip(view(nodes, back), made, strict=True)}
-    return mixed, combined(upright, partial, programs, column.lines)
+    sums_of = strided((*upright.parallel, programs), [*(contiguous(upright.parallel).strides or ()), product(upright.parallel)])
+    found = zip(view(nodes, back), nodes, made, strict=True)
+    values: dict[Expr, Expr] = {new: reduction(n.op, load(b.name, sums_of, n.dtype), dtype=n.dtype) for new, n, b in found}
+    return mixed, combined(upright, values, programs, column.lines)
 
 
 def _check(row: Cluster, column: Cluster, column_first: bool) -> None:
