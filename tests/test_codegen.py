@@ -276,6 +276,10 @@ GOLDEN_KERNELS = {
     "softmax_long": (lambda x: x.softmax(-1), ((512, 100_000),)),
     "softmax_few": (lambda x: x.softmax(-1), ((16, 131_072),)),
     "transpose_add": (lambda x, y: x.t() + y, ((256, 512), (512, 256))),
+    "softmax_backward_bias": (
+        lambda g, y: ((g - (g * y).sum(-1, keepdim=True)) * y, ((g - (g * y).sum(-1, keepdim=True)) * y).sum(0)),
+        ((4096, 1024), (4096, 1024)),
+    ),
     "column_sum": (lambda x: x.sum(0), ((8192, 4096),)),
 }
 

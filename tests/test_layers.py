@@ -19,7 +19,7 @@ ORDER = [
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
-    *("runtime/workers", "runtime/launch", "runtime/eager"),
+    *("runtime/workers", "runtime/launch", "runtime/tune", "runtime/eager"),
     *("compile", "specialise", "explain", "function", "module", "jit", "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 

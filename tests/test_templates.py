@@ -89,9 +89,13 @@ def rms_backward(dy, x, w, rstd):
     return dx.to(x.dtype), (dy.float() * normed).sum(0).to(w.dtype)
 
 
-@pytest.mark.parametrize("shape", [(600, 64), (601, 37), (2, 301, 20), (257, 1), (270, 1023)], ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("f", [layer_norm, rms_norm, softmax_with_bias])
+MIXED = [
+    (layer_norm, (600, 64), F32), (layer_norm, (2, 151, 20), F32), (layer_norm, (601, 37), BF16), (layer_norm, (257, 1), F32),
+    (rms_norm, (301, 37), F32), (rms_norm, (270, 1023), F32), (rms_norm, (2, 301, 20), F16), (softmax_with_bias, (301, 65), F32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("f, shape, dtype", MIXED, ids=str)
 def test_rows_and_columns_of_one_read(f, shape, dtype):
     weights = 2 if f is layer_norm else 1
     args = [torch.randn(shape), *(torch.randn(shape[-1]) for _ in range(weights))]
@@ -104,7 +108,7 @@ def test_rows_and_columns_of_one_read(f, shape, dtype):
 
 @pytest.mark.parametrize("f", [row_and_column, column_of_a_row_result])
 def test_a_row_result_may_feed_the_columns(f):
-    x, y = torch.randn(701, 65), torch.randn(701, 65)
+    x, y = torch.randn(401, 65), torch.randn(401, 65)
     args = (x, y) if f is row_and_column else (x,)
     jitted = compare(f, args)
     assert forward_templates(jitted, *args)[0] == "reduction_mixed"
@@ -124,7 +128,7 @@ def test_the_columns_of_a_strided_input_and_of_nan():
 
 
 def test_mixed_is_deterministic():
-    x, y = torch.randn(700, 65), torch.randn(700, 65)
+    x, y = torch.randn(401, 65), torch.randn(401, 65)
     jitted = fusejit.jit(row_and_column, backend="interpret")
     assert all(torch.equal(a, b) for a, b in zip(jitted(x, y), jitted(x, y), strict=True))
 
@@ -210,3 +214,79 @@ def test_softmax_of_few_rows_for_h100(rows):
     assert pieces.grid[0] >= 132 and rest.grid[0] >= 132 and not max(k.n_spills for k in (pieces, whole, rest))
     assert pieces.bytes_read == rest.bytes_written == 2 * rows * 131_072
     assert pieces.wide_loads and rest.wide_loads and rest.wide_stores
+
+
+# -- looped: rows that registers do not hold --------------------------------------------------------------------------------------------
+@pytest.fixture
+def looped(monkeypatch):
+    """Every row reduction is looped over, in tiles of 256 columns, and none is split."""
+    from fusejit.codegen import schedule, split
+    from fusejit.codegen.cost import Schedule
+
+    def tiles(cluster, device):
+        return [Schedule("reduction_looped", (("XBLOCK", 2), ("RBLOCK", 256)), 4)]
+
+    rows = [t for t in schedule.TEMPLATES if t.name not in ("reduction_persistent", "reduction_looped")]
+    every = schedule.Template("reduction_looped", lambda cluster: bool(cluster.reduce), tiles)
+    monkeypatch.setattr(schedule, "TEMPLATES", (rows[0], every, *rows[1:]))
+    monkeypatch.setattr(split, "_length", lambda *args: 0)
+
+
+LOOPED = [*FEW_ROWS, "batch_norm"]
+
+
+@pytest.mark.parametrize("columns", [1024, 1023], ids=str)
+@pytest.mark.parametrize("name", LOOPED)
+def test_a_looped_row(looped, name, columns):
+    """The maximum and the sum about it, or a mean and the squares about it, come from one pass over the row."""
+    if name == "batch_norm":
+        w, b = torch.randn(6), torch.randn(6)
+        compare(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), (torch.randn(3, 6, columns), w, b))
+        return
+    f, _ = FEW_ROWS[name]
+    x = torch.randn(5, columns) + (30 if name in ("var_mean", "layer_norm") else 0)
+    jitted = compare(f, (x,))
+    passes = jitted.program(x).kernels[0].source.count("for start in")
+    assert passes == {"softmax_of_softmax": 4, "softmax": 2, "log_softmax": 2, "layer_norm": 2, "share": 2}.get(name, 1)
+
+
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "log_softmax", "var"])
+def test_a_looped_row_of_infinity_and_nan(looped, name):
+    f, _ = FEW_ROWS[name]
+    x = torch.randn(6, 2000)
+    x[0], x[1, 5], x[2, 7], x[3, 300:], x[4, :600] = -float("inf"), float("nan"), float("inf"), -float("inf"), -float("inf")
+    compare(f, (x,))
+
+
+@pytest.mark.parametrize("case", ["far", "outlier", "two levels"])
+def test_a_looped_variance_loses_nothing(looped, case):
+    x = torch.randn(4, 5000)
+    x = {"far": x + 1e4, "outlier": x.index_fill(1, torch.tensor(0), 1e4), "two levels": x + torch.arange(5000) / 50}[case]
+    compare(FEW_ROWS["var_mean"][0], (x,))
+
+
+# -- for an H100: every norm and softmax ------------------------------------------------------------------------------------------------
+ROWS = [(131_072, 256), (8192, 8192), (2048, 32_768), (512, 131_072)]
+
+
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+@pytest.mark.parametrize("name", ["softmax", "layer_norm"])
+def test_rows_for_h100(name, shape):
+    """One kernel that reads and writes everything once, 16 bytes at a time, without spills, and with programs for 132 multiprocessors."""
+    rows, columns = shape
+    f = FEW_ROWS["softmax"][0] if name == "softmax" else layer_norm
+    args = (meta(*shape),) if name == "softmax" else (meta(*shape), meta(columns), meta(columns))
+    (k,) = for_h100(f, *args)
+    assert k.bytes_written == 2 * rows * columns and k.bytes_read == 2 * rows * columns + (4 * columns if name == "layer_norm" else 0)
+    assert k.n_spills == 0 and k.grid[0] >= 132 and k.wide_loads and k.wide_stores
+    passes = 1 if columns <= 32_768 else 2
+    assert k.source.count("tl.load(in0 ") == passes + (name == "layer_norm" and passes == 2)  # a mean begins near its first tile's
+
+
+@pytest.mark.parametrize("columns", [1023, 4097, 50_257])
+def test_odd_rows_for_h100(columns):
+    """Rows that begin at odd addresses have no 16-byte loads (a peeled head would need another one for each row), and no spills."""
+    (k,) = for_h100(FEW_ROWS["softmax"][0], meta(1024, columns))
+    assert k.n_spills == 0 and k.wide_loads == 0
+    (flat,) = for_h100(lambda x: x * 2, meta(1024, columns))
+    assert flat.wide_loads and flat.wide_stores  # a pointwise kernel is one axis, odd rows or not

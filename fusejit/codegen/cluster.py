@@ -319,15 +319,26 @@ class Cluster:
 
     @cached_property
     def held(self) -> int:
-        """How many whole-row values must stay in registers across a reduction, at the worst one."""
-        reach: dict[Expr, int] = {}
+        """How many whole-row values must stay in registers across a reduction, at the worst one.
+
+        What is the same for all rows and only read above a reduction (a weight, say) is loaded after it, and counts nothing.
+        """
+        split, varies = len(self.parallel), dict[Expr, bool]()
         for node in self.order:
+            runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[:split])
+            varies[node] = runs or any(varies[c] for c in children(node))
+        first, last = dict(self.levels), dict.fromkeys(self.order, 0)
+        made = lambda n: first[n] - isinstance(n, Reduce)  # noqa: E731 - a reduction reads its operands in the pass before
+        begun: dict[Expr, int] = {}
+        for node in reversed(self.order):
+            if not self.levels[node] and node in begun and not varies[node]:
+                first[node] = begun[node]
             for operand in children(node):
-                if not isinstance(node, Reduce):
-                    reach[operand] = max(reach.get(operand, 0), self.levels[node])
+                begun[operand] = min(begun.get(operand, made(node)), made(node))
+                last[operand] = max(last[operand], made(node))
         kept = [n for n in self.order if self.full[n] and not isinstance(n, Iota)]
         top = max(self.levels.values(), default=0)
-        return max((sum(self.levels[n] <= level < reach.get(n, 0) for n in kept) for level in range(top)), default=0)
+        return max((sum(first[n] <= level < last[n] for n in kept) for level in range(top)), default=0)
 
     @cached_property
     def writes(self) -> dict[str, Store]:

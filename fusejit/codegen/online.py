@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cluster import Compute, Const, Expr, Reduce, children, compute, const, postorder, reduction, substitute
+from .cluster import Cluster, Compute, Const, Expr, Reduce, children, compute, const, postorder, reduction, substitute
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,13 @@ class Shifted:
 
 def shifted(node: Expr) -> Shifted | None:
     """Return what `node` is shifted by, if it is a sum of one of the two kinds."""
-    if not isinstance(node, Reduce) or node.op != "sum" or node.dtype is not torch.float32 or not isinstance(node.args[0], Compute):
+    if not isinstance(node, Reduce) or node.op != "sum" or node.dtype is not torch.float32:
         return None
-    term = node.args[0]
-    masked = term.op == "where" and isinstance(term.args[2], Const) and term.args[2].value == 0  # fewer terms, the same shift
-    term = term.args[1] if masked else term
+    term: Expr = node.args[0]
+    masked = False
+    match term:
+        case Compute(op="where", args=(_, inner, Const(value=0))):  # fewer terms, the same shift
+            term, masked = inner, True
     if not isinstance(term, Compute):
         return None
     kind = "exp" if term.op == "exp" else "square" if term.op == "mul" and term.args[0] is term.args[1] else ""
@@ -109,3 +111,28 @@ def corrected(kind: str, partial: Expr, own: Expr, shift: Expr, more: tuple[Expr
     empty = compute("where", compute("eq", shift, low, dtype=torch.bool), const(math.nan, dtype), const(0.0, dtype), dtype=dtype)
     scale = compute("exp", compute("sub", own, shift, dtype=dtype), dtype=dtype)
     return compute("where", compute("eq", own, low, dtype=torch.bool), empty, compute("mul", partial, scale, dtype=dtype), dtype=dtype)
+
+
+def in_one_pass(cluster: Cluster) -> tuple[dict[Expr, int], dict[Expr, Shifted]]:
+    """Return `Cluster.levels` where a loop takes shifted sums together with what they are shifted by, and those sums."""
+    levels: dict[Expr, int] = {}
+    found: dict[Expr, Shifted] = {}
+    for node in cluster.order:
+        below = max((levels[c] for c in children(node)), default=0)
+        one = shifted(node) if below == 1 else None
+        if one is not None and (one.kind == "square" or _is_maximum(one)):
+            found[node] = one
+            levels[node] = 1
+        else:
+            levels[node] = below + isinstance(node, Reduce)
+    return levels, found
+
+
+def _is_maximum(found: Shifted) -> bool:
+    bases = found.bases
+    return len(bases) == 1 and bases[0].op == "amax" and bases[0].args[0] is found.value and not _masked(found.node)
+
+
+def _masked(node: Reduce) -> bool:
+    term = node.args[0]
+    return isinstance(term, Compute) and term.op == "where"

@@ -22,6 +22,7 @@ from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Random, Reduce, 
 from .kernel import Kernel, bytes_written, reads_of
 from .layout import Layout, permute
 from .lower import Buffer
+from .online import Shifted, in_one_pass
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
 from .schedule import Schedule, second_axis
 from .size import product
@@ -92,6 +93,9 @@ class _Writer:
         self.split = len(cluster.parallel)
         self.asserts = False
         self.levels, self.full = cluster.levels, cluster.full
+        self.online: dict[Expr, Shifted] = {}
+        if tiles.template == "reduction_looped" or (cluster.programs and product(cluster.reduce) > tiles["RBLOCK"]):
+            self.levels, self.online = in_one_pass(cluster)
         self.rows: dict[Expr, bool] = {}  # whether a value has a row for each row of the tile
         for node in cluster.order:
             runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[: self.split])
@@ -171,7 +175,8 @@ class _Writer:
         for variable in self.groups:
             fields["columns" if variable == "r" else "axes"] += self.coordinates(variable)
         if self.tiles.template == "reduction_looped":
-            return fields | {"passes": self.passes(), "extent": product(self.cluster.reduce), "rows": []}
+            steps = f"0, {product(self.cluster.reduce)}, RBLOCK"
+            return fields | {"passes": self.passes(), "span": self.loop(steps), "rows": []}
         if self.tiles.template == "reduction_mixed":
             return fields | self.walk()
         tape = _Tape(self)
@@ -203,9 +208,12 @@ class _Writer:
                 start.append(first.replace("@", str(t)))
                 finish += [line.replace("@", str(t)) for line in (*again, last)]
         steps = f"program * XBLOCK, {product(self.cluster.parallel)}, {self.grid()[0]} * XBLOCK"
-        loop = f"tl.range({steps}, num_stages={self.tiles.num_stages})" if self.tiles.num_stages > 1 else f"range({steps})"
         columns = [] if len(tiles) > 1 else self.tile(0)
-        return {"start": columns + start, "rows": [body], "finish": finish, "loop": loop}
+        return {"start": columns + start, "rows": [body], "finish": finish, "span": self.loop(steps)}
+
+    def loop(self, steps: str) -> str:
+        """Return what a loop runs over; with stages, loads of later iterations are under way while one is computed."""
+        return f"tl.range({steps}, num_stages={self.tiles.num_stages})" if self.tiles.num_stages > 1 else f"range({steps})"
 
     def tile(self, number: int) -> list[str]:
         """Return the statements that set the column index to one tile of the row."""
@@ -231,39 +239,45 @@ class _Writer:
             narrow = [line for s in stores if s not in wide for line in tape.store(s)]
             inner = _Tape(self, tape)
             inner.policies = {} if sums else policies[level]  # a walk reads its one row again out of L1
-            roots = [a for n in made for a in n.args] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
-            body = [line for n in self._inside(roots) for line in inner.statement(n)]
-            start, finish = [], []
+            roots = [a for n in made for a in self.inputs(n)] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
+            body = [line for n in self.inside(roots) for line in inner.statement(n)]
+            start: list[str] = []
+            finish: list[str] = []
+            steps: list[str] = []
             for node in made:
                 begin, step, end = inner.accumulate(node, tape)
                 start += begin
-                body += step
+                steps = [*step, *steps]  # a shifted sum needs its maximum as it was before
                 finish += end
+            body += steps
             body += [line for s in wide for line in (inner.column(s, sums[s.buffer]) if sums and s.buffer in sums else inner.store(s))]
             result.append({"rows": head + narrow, "start": start, "body": body if made or wide else [], "finish": finish})
         return result
 
+    def inputs(self, node: Reduce) -> tuple[Expr, ...]:
+        """Return what a loop reads to reduce: a shifted sum needs the values that are shifted, not the shift."""
+        return (self.online[node].value,) if node in self.online else node.args
+
     def policies(self, top: int) -> list[dict[Expr, str]]:
         """Return, for each pass, how L2 should treat what it loads: kept for the next pass, or let go of after the last one."""
-        used: list[set[Expr]] = []
+        used: list[set[Load]] = []
         for level in range(top + 1):
-            made = [a for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1 for a in n.args]
+            made = [a for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1 for a in self.inputs(n)]
             stored = [s.value for s in self.cluster.stores if self._stored_at(s, top) == level]
-            used.append({n for n in self._inside([*made, *stored]) if isinstance(n, Load) and not n.index})
-        result = []
+            used.append({n for n in self.inside([*made, *stored]) if isinstance(n, Load) and not n.index})
+        result: list[dict[Expr, str]] = []
         for level, loads in enumerate(used):
             later = set().union(*used[level + 1 :])
             before = set().union(*used[:level])
             shared = {n for n in loads if self.cluster.parallel and not any((n.layout.strides or ())[: self.split])}
-            again = {n: "evict_last" for n in loads if n in later or n in shared}
-            result.append(dict.fromkeys(loads & before, "evict_first") | again)
+            result.append({n: "evict_last" if n in later | shared else "evict_first" for n in loads & (later | shared | before)})
         return result
 
     def _stored_at(self, store: Store, top: int) -> int:
         # what is overwritten in place must have been read by every pass before
         return top if self.buffers[store.buffer].written_to else self.levels[store.value]
 
-    def _inside(self, roots: list[Expr]) -> list[Expr]:
+    def inside(self, roots: list[Expr]) -> list[Expr]:
         """Return the nodes that vary along the row, down to what was computed outside the loop."""
         return [n for n in postorder(roots, lambda n: () if isinstance(n, Reduce) else children(n)) if self.full[n]]
 
@@ -277,6 +291,7 @@ class _Tape:
         self.counter: list[int] = outside.counter if outside else [0]
         self.narrow: set[Expr] = set(outside.narrow) if outside else set()
         self.policies: dict[Expr, str] = {}
+        self.slots: dict[Expr, str] = {}  # the accumulator of a reduction, while its loop runs
 
     def fresh(self) -> str:
         self.counter[0] += 1
@@ -381,6 +396,8 @@ class _Tape:
 
     def accumulate(self, node: Reduce, outside: _Tape) -> tuple[list[str], list[str], list[str]]:
         """Return the statements before, inside and after the loop that reduces a row."""
+        if node in self.writer.online:
+            return self.accumulate_shifted(self.writer.online[node], outside)
         names = [self.fresh() for _ in node.args]
         types = [STORAGE[a.dtype].compute for a in node.args]
         start = [f"{n} = tl.full([XBLOCK, RBLOCK], {i}, {t})" for n, i, t in zip(names, _identities(node), types, strict=True)]
@@ -392,7 +409,40 @@ class _Tape:
             new = [f"new{n}" for n in names]
             body = [f"{', '.join(new)} = {together}", *(f"{n} = tl.where(rmask, {m}, {n})" for n, m in zip(names, new, strict=True))]
         name = outside.names[node] = self.names[node] = self.fresh()
+        self.slots[node] = names[0]
         return start, body, [f"{name} = {self._finish(node, names)}"]
+
+    def accumulate_shifted(self, found: Shifted, outside: _Tape) -> tuple[list[str], list[str], list[str]]:
+        """As `accumulate`, for a sum whose shift is not known yet: each place of the tile keeps its own and is corrected at the end."""
+        value, masked = self._tile(found.value), self.writer.masked("r")
+        names = [self.fresh() for _ in range(1 if found.kind == "exp" else 2)]
+        start = [f"{n} = tl.full([XBLOCK, RBLOCK], 0.0, tl.float32)" for n in names]
+        if found.kind == "exp":
+            maxima = self.slots[found.bases[0]]
+            news = [f"fj.online_exp({maxima}, {names[0]}, {value})"]
+            end = "fj.sum(fj.online_exp_sum({0}, {1}, {2}), 1)[:, None]"
+        else:
+            near, lines = self.mean_of_first_tile(found, outside)
+            start += lines
+            news = [f"{names[0]} + ({value} - {near})", f"{names[1]} + ({value} - {near}) * ({value} - {near})"]
+            count = product(self.writer.cluster.reduce)
+            end = f"fj.shifted_squares(fj.sum({{0}}, 1)[:, None], fj.sum({{1}}, 1)[:, None], {float(count)})"
+        guard = "{0} = tl.where(rmask, {1}, {0})" if masked else "{0} = {1}"
+        body = [guard.format(name, new) for name, new in zip(names, news, strict=True)]
+        shift = postorder([found.shift], lambda n: () if isinstance(n, Reduce) else children(n))
+        finish = [line for n in shift for line in outside.statement(n)]
+        result = outside.names[found.node] = self.names[found.node] = self.fresh()
+        kept = [maxima, *names] if found.kind == "exp" else names
+        return start, body, [*finish, f"{result} = {end.format(*kept, outside.text(found.shift))}"]
+
+    def mean_of_first_tile(self, found: Shifted, outside: _Tape) -> tuple[str, list[str]]:
+        """Return the name of a number near the row's mean, and its statements: squares about it lose nothing to cancellation."""
+        ahead, name = _Tape(self.writer, outside), self.fresh()
+        lines = [line for n in self.writer.inside([found.value]) for line in ahead.statement(n)]
+        value = ahead._tile(found.value)
+        value = f"tl.where(rmask, {value}, 0.0)" if self.writer.masked("r") else value
+        count = min(product(self.writer.cluster.reduce), self.writer.tiles["RBLOCK"])
+        return name, [*self.writer.tile(0), *lines, f"{name} = fj.sum({value}, 1)[:, None] / {float(count)}"]
 
     def column(self, store: Store, name: str) -> list[str]:
         """Return the statements that add a row to a column sum; "@" stands for the number of the tile."""

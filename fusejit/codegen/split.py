@@ -18,7 +18,7 @@ from .cluster import Cluster, Expr, Load, Reduce, Store, cast, compute, const, i
 from .cost import Device, machine, pays_to_split
 from .layout import Affine, contiguous, strided
 from .lower import Buffer, Extern, Lowered
-from .online import Shifted, corrected, of_piece, residual, shifted, with_count
+from .online import Shifted, corrected, in_one_pass, of_piece, residual, shifted, with_count
 from .ops import INDEX_IDENTITY, OPS
 from .schedule import column_reduction
 from .size import product
@@ -56,10 +56,14 @@ def _length(cluster: Cluster, device: Device) -> int:
     upright = column_reduction(cluster)
     again = max(cluster.levels.values()) > 1 or any(_along(s, cluster) for s in cluster.stores)
     programs = rows // 8 if upright else rows
-    if columns < LONG[upright] or programs >= device.sms // 2 or (again and not pays_to_split(cluster, device)):
+    if columns < LONG[upright] or programs >= device.sms // 2 or (again and not pays_to_split(cluster, _passes(cluster, device), device)):
         return 0
     wanted = min(2 * device.sms // max(1, programs), columns // (LONG[upright] // 8))
     return _even(cluster.reduce, columns, wanted)
+
+
+def _passes(cluster: Cluster, device: Device) -> int:
+    return 1 if product(cluster.reduce) <= device.row_values else max(in_one_pass(cluster)[0].values()) + 1
 
 
 def _even(reduce: Sequence[int], columns: int, wanted: int) -> int:
@@ -88,7 +92,7 @@ def _steps(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list[Cl
     found = {n: s for n, at in level.items() if at == 2 and (s := shifted(n)) is not None}
     taken = [n for n, at in level.items() if at == 1 or n in found]
     partial = _Partial(wide, pieces, buffers)
-    values = {n: partial.whole(n) for n, at in level.items() if at == 1}
+    values: dict[Expr, Expr] = {n: partial.whole(n) for n, at in level.items() if at == 1}
     values |= {n: partial.shifted(s, values, length) for n, s in found.items()}
     first = Cluster.build((*wide.parallel, pieces), wide.reduce[1:], partial.stores, cluster.lines)
     done = [s for s in wide.stores if not _along(s, wide) and all(n in taken for n in postorder([s.value]) if isinstance(n, Reduce))]
