@@ -14,12 +14,12 @@ ORDER = [
     *("errors", "config"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
     *("codegen/views", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
-    *("codegen/fuse", "codegen/schedule"),
-    *("codegen/split", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
+    *("codegen/cost", "codegen/schedule", "codegen/online", "codegen/split", "codegen/align", "codegen/mix", "codegen/fuse"),
+    *("codegen/kernel", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
-    *("runtime/workers", "runtime/launch", "runtime/eager"),
+    *("runtime/workers", "runtime/launch", "runtime/tune", "runtime/eager"),
     *("compile", "specialise", "explain", "function", "module", "jit", "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 

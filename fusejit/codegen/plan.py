@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .cluster import Cluster
+from .kernel import Kernel
 from .lower import Buffer, Extern, Lowered, refs
-from .render import Kernel
 
 
 @dataclass(frozen=True, slots=True)

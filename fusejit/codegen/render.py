@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,53 +19,16 @@ import torch
 
 from ..errors import Unsupported
 from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Random, Reduce, Store, children, postorder
+from .kernel import Kernel, bytes_written, reads_of
 from .layout import Layout, permute
 from .lower import Buffer
+from .online import Shifted, in_one_pass
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
 from .schedule import Schedule, second_axis
 from .size import product
 
 INDEX_OPS = {"index_div", "index_mod"}
 COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One Triton kernel, its launch, and what it costs.
-
-    Attributes:
-        source: text of the function; params: Triton types of its pointers; constants: its tile sizes; grid, num_warps, debug: the launch.
-        arguments: buffer names in the order of `params`; ops: the ATen ops inside with the user's lines.
-        bytes_read, bytes_written: what one launch moves, each element of each operand once.
-        compiled: machine code and its costs, where the kernel was compiled for a target.
-    """
-
-    name: str
-    template: str
-    source: str
-    params: tuple[str, ...]
-    constants: tuple[tuple[str, int], ...]
-    grid: tuple[int, int, int]
-    num_warps: int
-    num_stages: int
-    debug: bool
-    fp_fusion: bool
-    arguments: tuple[str, ...]
-    ops: tuple[str, ...]
-    bytes_read: int
-    bytes_written: int
-    cluster: Cluster
-    schedule: Schedule
-    compiled: Any = None
-
-    table = property(lambda self: str(self.cluster))
-    ptx = property(lambda self: self.compiled.ptx)
-    cubin = property(lambda self: self.compiled.cubin)
-    n_regs = property(lambda self: self.compiled.n_regs)
-    n_spills = property(lambda self: self.compiled.n_spills)
-    shared = property(lambda self: self.compiled.shared)
-    wide_loads = property(lambda self: self.compiled.wide_loads)
-    wide_stores = property(lambda self: self.compiled.wide_stores)
 
 
 def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numerics: str = "fast") -> Kernel:
@@ -103,7 +65,13 @@ def _template(name: str) -> Any:
 
 def _kernel_name(cluster: Cluster, tiles: Schedule) -> str:
     words = [n.op for n in cluster.order if isinstance(n, (Compute, Reduce)) and n.op not in ("cast", *INDEX_OPS, "checked_index")]
-    short = {"reduction_persistent": "row", "reduction_looped": "loop", "pointwise_2d": "tile", "pointwise": "flat"}[tiles.template]
+    short = {
+        "reduction_persistent": "row",
+        "reduction_mixed": "both",
+        "reduction_looped": "loop",
+        "pointwise_2d": "tile",
+        "pointwise": "flat",
+    }[tiles.template]
     return "_".join([short, *list(dict.fromkeys(words))[:6]]) if words else f"{short}_copy"
 
 
@@ -113,27 +81,6 @@ def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
     rank = len(cluster.axes)
     new = [*(a for a in range(rank) if a not in (axis, rank - 1)), axis, rank - 1]
     return cluster.map(permute(cluster.axes, new), [cluster.axes[a] for a in new], [])
-
-
-# -- bytes -----------------------------------------------------------------------------------------------------------------------------
-def reads_of(cluster: Cluster, buffers: dict[str, Buffer]) -> dict[str, int]:
-    """Return the bytes that a launch has to read of each buffer: every element that some load reaches, once."""
-    found = {}
-    for name, loads in cluster.reads.items():
-        reach = sum(_reach(node, cluster.axes) for node in {(n.layout, n.index): n for n in loads}.values())
-        found[name] = min(buffers[name].bytes, reach * buffers[name].dtype.itemsize)
-    return found
-
-
-def bytes_written(cluster: Cluster, buffers: dict[str, Buffer]) -> int:
-    return sum(_reach(s, cluster.axes) * s.dtype.itemsize for s in cluster.stores)
-
-
-def _reach(access: Load | Store, axes: tuple[int, ...]) -> int:
-    """Return how many elements an access touches: one for each coordinate of the axes that it, or its computed index, runs along."""
-    found = [n.layout for e, _ in access.index for n in postorder([e]) if isinstance(n, (Load, Iota))]
-    runs = [any((lay.strides or ())[a] for lay in (access.layout, *found)) for a in range(len(axes))]
-    return product(n for n, used in zip(axes, runs, strict=True) if used)
 
 
 # -- the text --------------------------------------------------------------------------------------------------------------------------
@@ -146,6 +93,9 @@ class _Writer:
         self.split = len(cluster.parallel)
         self.asserts = False
         self.levels, self.full = cluster.levels, cluster.full
+        self.online: dict[Expr, Shifted] = {}
+        if tiles.template == "reduction_looped" or (cluster.programs and product(cluster.reduce) > tiles["RBLOCK"]):
+            self.levels, self.online = in_one_pass(cluster)
         self.rows: dict[Expr, bool] = {}  # whether a value has a row for each row of the tile
         for node in cluster.order:
             runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[: self.split])
@@ -161,6 +111,8 @@ class _Writer:
         return {"x": list(range(self.split)), "r": list(range(self.split, rank))} if self.cluster.reduce else {"x": list(range(rank))}
 
     def grid(self) -> tuple[int, int, int]:
+        if self.cluster.programs:
+            return (self.cluster.programs, 1, 1)
         sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
         count = lambda v: -(-sizes[v] // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # noqa: E731
         y = count("y") if "y" in sizes else 1
@@ -223,18 +175,62 @@ class _Writer:
         for variable in self.groups:
             fields["columns" if variable == "r" else "axes"] += self.coordinates(variable)
         if self.tiles.template == "reduction_looped":
-            return fields | {"passes": self.passes(), "extent": product(self.cluster.reduce), "rows": []}
+            steps = f"0, {product(self.cluster.reduce)}, RBLOCK"
+            return fields | {"passes": self.passes(), "span": self.loop(steps), "rows": []}
+        if self.tiles.template == "reduction_mixed":
+            return fields | self.walk()
         tape = _Tape(self)
         lines = [line for node in self.cluster.order for line in tape.statement(node)]
         lines += [line for store in self.cluster.stores for line in tape.store(store)]
         return fields | {"rows": [lines]}
 
-    def passes(self) -> list[dict[str, list[str]]]:
-        """Return one pass over the row per level: what it accumulates and stores needs only reductions of the passes before."""
+    def walk(self) -> dict[str, Any]:
+        """Return the statements of a walk over rows: before the loop, inside, and after it, where the column results are written."""
+        sums = [s for s in self.cluster.stores if s.mode in OPS]
+        names = {s.buffer: f"sum{i}" for i, s in enumerate(sums)}
+        tiles = range(-(-product(self.cluster.reduce) // self.tiles["RBLOCK"]))
+        start, body, finish = [], [], []
+        if len(tiles) == 1:
+            tape = _Tape(self)
+            body = [line for node in self.cluster.order for line in tape.statement(node)]
+            body += [line for s in self.cluster.stores if s not in sums for line in tape.store(s)]
+            body += [line.replace("@", "0") for s in sums for line in tape.column(s, names[s.buffer])]
+        else:  # the row is read again, out of L1 or L2, rather than kept: only its column sums stay in registers
+            for level in self.passes(names):
+                body += level["rows"] + level["start"]
+                for t in tiles if level["body"] else ():
+                    body += [line.replace("@", str(t)) for line in (*self.tile(t), *level["body"])]
+                body += level["finish"]
+        for t in tiles:
+            again = self.tile(t) if len(tiles) > 1 else []
+            for s in sums:
+                first, last = _Tape(self).partial(s, names[s.buffer])
+                start.append(first.replace("@", str(t)))
+                finish += [line.replace("@", str(t)) for line in (*again, last)]
+        steps = f"program * XBLOCK, {product(self.cluster.parallel)}, {self.grid()[0]} * XBLOCK"
+        columns = [] if len(tiles) > 1 else self.tile(0)
+        return {"start": columns + start, "rows": [body], "finish": finish, "span": self.loop(steps)}
+
+    def loop(self, steps: str) -> str:
+        """Return what a loop runs over; with stages, loads of later iterations are under way while one is computed."""
+        return f"tl.range({steps}, num_stages={self.tiles.num_stages})" if self.tiles.num_stages > 1 else f"range({steps})"
+
+    def tile(self, number: int) -> list[str]:
+        """Return the statements that set the column index to one tile of the row."""
+        first = f"{number} * RBLOCK + " if number else ""
+        wide = ".to(tl.int64)" if self.wide else ""
+        return [f"r = ({first}tl.arange(0, RBLOCK))[None, :]{wide}", *self.coordinates("r")]
+
+    def passes(self, sums: dict[str, str] | None = None) -> list[dict[str, list[str]]]:
+        """Return one pass over the row per level: what it accumulates and stores needs only reductions of the passes before.
+
+        Stores whose buffer is in `sums` are added to the column sum of that name instead.
+        """
         top = max(self.levels.values(), default=0)
         tape = _Tape(self)
         result: list[dict[str, list[str]]] = []
         rows = [n for n in self.cluster.order if not self.full[n] and not isinstance(n, Reduce)]
+        policies = self.policies(top)
         for level in range(top + 1):
             made = [n for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1]
             stores = [s for s in self.cluster.stores if self._stored_at(s, top) == level]
@@ -242,23 +238,46 @@ class _Writer:
             wide = [s for s in stores if any((s.layout.strides or ())[self.split :]) or self.full.get(s.value, False)]
             narrow = [line for s in stores if s not in wide for line in tape.store(s)]
             inner = _Tape(self, tape)
-            roots = [a for n in made for a in n.args] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
-            body = [line for n in self._inside(roots) for line in inner.statement(n)]
-            start, finish = [], []
+            inner.policies = {} if sums else policies[level]  # a walk reads its one row again out of L1
+            roots = [a for n in made for a in self.inputs(n)] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
+            body = [line for n in self.inside(roots) for line in inner.statement(n)]
+            start: list[str] = []
+            finish: list[str] = []
+            steps: list[str] = []
             for node in made:
                 begin, step, end = inner.accumulate(node, tape)
                 start += begin
-                body += step
+                steps = [*step, *steps]  # a shifted sum needs its maximum as it was before
                 finish += end
-            body += [line for s in wide for line in inner.store(s)]
+            body += steps
+            body += [line for s in wide for line in (inner.column(s, sums[s.buffer]) if sums and s.buffer in sums else inner.store(s))]
             result.append({"rows": head + narrow, "start": start, "body": body if made or wide else [], "finish": finish})
+        return result
+
+    def inputs(self, node: Reduce) -> tuple[Expr, ...]:
+        """Return what a loop reads to reduce: a shifted sum needs the values that are shifted, not the shift."""
+        return (self.online[node].value,) if node in self.online else node.args
+
+    def policies(self, top: int) -> list[dict[Expr, str]]:
+        """Return, for each pass, how L2 should treat what it loads: kept for the next pass, or let go of after the last one."""
+        used: list[set[Load]] = []
+        for level in range(top + 1):
+            made = [a for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1 for a in self.inputs(n)]
+            stored = [s.value for s in self.cluster.stores if self._stored_at(s, top) == level]
+            used.append({n for n in self.inside([*made, *stored]) if isinstance(n, Load) and not n.index})
+        result: list[dict[Expr, str]] = []
+        for level, loads in enumerate(used):
+            later = set().union(*used[level + 1 :])
+            before = set().union(*used[:level])
+            shared = {n for n in loads if self.cluster.parallel and not any((n.layout.strides or ())[: self.split])}
+            result.append({n: "evict_last" if n in later | shared else "evict_first" for n in loads & (later | shared | before)})
         return result
 
     def _stored_at(self, store: Store, top: int) -> int:
         # what is overwritten in place must have been read by every pass before
         return top if self.buffers[store.buffer].written_to else self.levels[store.value]
 
-    def _inside(self, roots: list[Expr]) -> list[Expr]:
+    def inside(self, roots: list[Expr]) -> list[Expr]:
         """Return the nodes that vary along the row, down to what was computed outside the loop."""
         return [n for n in postorder(roots, lambda n: () if isinstance(n, Reduce) else children(n)) if self.full[n]]
 
@@ -271,6 +290,8 @@ class _Tape:
         self.names: dict[Expr, str] = dict(outside.names) if outside else {}
         self.counter: list[int] = outside.counter if outside else [0]
         self.narrow: set[Expr] = set(outside.narrow) if outside else set()
+        self.policies: dict[Expr, str] = {}
+        self.slots: dict[Expr, str] = {}  # the accumulator of a reduction, while its loop runs
 
     def fresh(self) -> str:
         self.counter[0] += 1
@@ -327,6 +348,7 @@ class _Tape:
         if tested and not any(any(lay.strides or ()) for lay in (node.layout, *along)):
             offset += f" + 0 * {self.writer.some_axis(tested)}"  # one element, masked by a tile: Triton wants a tile of pointers
         more = (f", {mask}" if mask else "") + (f", other={node.fill}" if node.mask is not None else "")
+        more += f', eviction_policy="{self.policies[node]}"' if node in self.policies else ""
         value = f"tl.load({self.writer.pointers[node.buffer]} + ({offset}){more})"
         value = STORAGE[node.dtype].load.format(value)
         return f"({value} != 0)" if node.dtype is torch.bool else value
@@ -374,6 +396,8 @@ class _Tape:
 
     def accumulate(self, node: Reduce, outside: _Tape) -> tuple[list[str], list[str], list[str]]:
         """Return the statements before, inside and after the loop that reduces a row."""
+        if node in self.writer.online:
+            return self.accumulate_shifted(self.writer.online[node], outside)
         names = [self.fresh() for _ in node.args]
         types = [STORAGE[a.dtype].compute for a in node.args]
         start = [f"{n} = tl.full([XBLOCK, RBLOCK], {i}, {t})" for n, i, t in zip(names, _identities(node), types, strict=True)]
@@ -385,7 +409,58 @@ class _Tape:
             new = [f"new{n}" for n in names]
             body = [f"{', '.join(new)} = {together}", *(f"{n} = tl.where(rmask, {m}, {n})" for n, m in zip(names, new, strict=True))]
         name = outside.names[node] = self.names[node] = self.fresh()
+        self.slots[node] = names[0]
         return start, body, [f"{name} = {self._finish(node, names)}"]
+
+    def accumulate_shifted(self, found: Shifted, outside: _Tape) -> tuple[list[str], list[str], list[str]]:
+        """As `accumulate`, for a sum whose shift is not known yet: each place of the tile keeps its own and is corrected at the end."""
+        value, masked = self._tile(found.value), self.writer.masked("r")
+        names = [self.fresh() for _ in range(1 if found.kind == "exp" else 2)]
+        start = [f"{n} = tl.full([XBLOCK, RBLOCK], 0.0, tl.float32)" for n in names]
+        if found.kind == "exp":
+            maxima = self.slots[found.bases[0]]
+            news = [f"fj.online_exp({maxima}, {names[0]}, {value})"]
+            end = "fj.sum(fj.online_exp_sum({0}, {1}, {2}), 1)[:, None]"
+        else:
+            near, lines = self.mean_of_first_tile(found, outside)
+            start += lines
+            news = [f"{names[0]} + ({value} - {near})", f"{names[1]} + ({value} - {near}) * ({value} - {near})"]
+            count = product(self.writer.cluster.reduce)
+            end = f"fj.shifted_squares(fj.sum({{0}}, 1)[:, None], fj.sum({{1}}, 1)[:, None], {float(count)})"
+        guard = "{0} = tl.where(rmask, {1}, {0})" if masked else "{0} = {1}"
+        body = [guard.format(name, new) for name, new in zip(names, news, strict=True)]
+        shift = postorder([found.shift], lambda n: () if isinstance(n, Reduce) else children(n))
+        finish = [line for n in shift for line in outside.statement(n)]
+        result = outside.names[found.node] = self.names[found.node] = self.fresh()
+        kept = [maxima, *names] if found.kind == "exp" else names
+        return start, body, [*finish, f"{result} = {end.format(*kept, outside.text(found.shift))}"]
+
+    def mean_of_first_tile(self, found: Shifted, outside: _Tape) -> tuple[str, list[str]]:
+        """Return the name of a number near the row's mean, and its statements: squares about it lose nothing to cancellation."""
+        ahead, name = _Tape(self.writer, outside), self.fresh()
+        lines = [line for n in self.writer.inside([found.value]) for line in ahead.statement(n)]
+        value = ahead._tile(found.value)
+        value = f"tl.where(rmask, {value}, 0.0)" if self.writer.masked("r") else value
+        count = min(product(self.writer.cluster.reduce), self.writer.tiles["RBLOCK"])
+        return name, [*self.writer.tile(0), *lines, f"{name} = fj.sum({value}, 1)[:, None] / {float(count)}"]
+
+    def column(self, store: Store, name: str) -> list[str]:
+        """Return the statements that add a row to a column sum; "@" stands for the number of the tile."""
+        value = self._tile(store.value)
+        together = f"fj.{store.mode}_combine({name}_@, {value})"
+        if not self.writer.masked("x"):
+            return [f"{name}_@ = {together}"]
+        return [f"new{name} = {together}", f"{name}_@ = tl.where(xmask, new{name}, {name}_@)"]
+
+    def partial(self, store: Store, name: str) -> tuple[str, str]:
+        """Return the statement that begins a column sum, and the one that writes what this program's rows came to."""
+        row, dtype, writer = OPS[store.mode], store.value.dtype, self.writer
+        assert row.identity is not None
+        start = f"{name}_@ = tl.full([XBLOCK, RBLOCK], {_number(row.identity(dtype))}, {STORAGE[dtype].compute})"
+        total = f"fj.{store.mode}({name}_@, 0)[None, :]" if writer.tiles["XBLOCK"] > 1 else f"{name}_@"
+        place = f"program * {product(writer.cluster.reduce)} + {writer.offset(store.layout)}"
+        mask = ", rmask" if writer.masked("r") else ""
+        return start, f"tl.store({writer.pointers[store.buffer]} + ({place}), {STORAGE[store.dtype].store.format(total)}{mask})"
 
     def store(self, store: Store) -> list[str]:
         writer = self.writer

@@ -189,8 +189,9 @@ def _resources(cubin: bytes, ptx: str, arch: int, name: str) -> tuple[int, int]:
 
 
 def _wide(ptx: str, access: str) -> int:
-    """Count 16-byte accesses, "ld" or "st", of global memory, whatever their cache hints."""
-    return len(re.findall(rf"\b{access}\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64|v8\.[bfu]16|b128)\b", ptx))
+    """Count 16-byte accesses, "ld" or "st", of global memory, whatever their cache hints; loads that go to shared memory count."""
+    pipelined = len(re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*\], 0x10,", ptx)) if access == "ld" else 0
+    return pipelined + len(re.findall(rf"\b{access}\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64|v8\.[bfu]16|b128)\b", ptx))
 
 
 def compile_spec(spec: KernelSpec, target: str, fresh: bool = False) -> Compiled:
