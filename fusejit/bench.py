@@ -106,54 +106,78 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def tangents(outputs: Any) -> list[Tensor]:
-    """Seeded normal gradients for the differentiable outputs, drawn on the CPU so that every device gets the same."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in tensors(outputs) if o.requires_grad]
+    """Seeded normal gradients for the differentiable outputs."""
+    made = []
+    for o in (o for o in tensors(outputs) if o.requires_grad):
+        generator = torch.Generator(o.device).manual_seed(1)
+        made.append(torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype))
+    return made
 
 
-def gradients(outputs: Any, args: Sequence[Any], with_tangents: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of the differentiable arguments."""
-    leaves = [o for o in tensors(outputs) if o.requires_grad]
-    return list(torch.autograd.grad(leaves, [a for a in tensors(args) if a.requires_grad], list(with_tangents)))
+def call_of(fn: Callable[..., Any], args: Sequence[Any], pass_: str, given: Sequence[Tensor] = ()) -> Callable[[], list[Tensor]]:
+    """Return a function without arguments that runs one pass of `fn(*args)`.
 
+    Args:
+        pass_: "forward" gives the outputs; "backward" the gradients of the differentiable arguments, for a forward that ran before;
+            "both" outputs and gradients.
+        given: the gradients of the differentiable outputs.
+    """
+    wanted = [a for a in tensors(args) if a.requires_grad]
 
-def run(fn: Callable[..., Any], args: Sequence[Any], pass_: str) -> list[Tensor]:
-    """Outputs of `fn(*args)`, followed by the gradients of its arguments when `pass_` is "both"."""
-    if pass_ == "forward":
+    def forward() -> list[Tensor]:
         with torch.no_grad():
             return tensors(fn(*args))
-    outputs = fn(*args)
-    return tensors(outputs) + gradients(outputs, args, tangents(outputs))
+
+    def both() -> list[Tensor]:
+        outputs = tensors(fn(*args))
+        return outputs + list(torch.autograd.grad([o for o in outputs if o.requires_grad], wanted, list(given)))
+
+    if pass_ != "backward":
+        return forward if pass_ == "forward" else both
+    leaves = [o for o in tensors(fn(*args)) if o.requires_grad]
+    return lambda: list(torch.autograd.grad(leaves, wanted, list(given), retain_graph=True))
 
 
-def errors(block: Block, pass_: str, *, backend: str, device: str, dtype: torch.dtype | None = None) -> tuple[float, float, bool]:
-    """Run a block at its small shape, fused and eager, and compare both with float64.
-
-    Returns: (fused, eager, right): the largest difference as a fraction of the largest value of that output or gradient, and whether each
-    fused one is at most twice eager's plus two ulp.
-    """
-    args = block.make(block.small, device, dtype)
-    wide = tuple(
-        a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+def widened(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the values with floating tensors in float64, apart from the graph of the originals."""
+    return tuple(
+        v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, Tensor) and v.is_floating_point() else v for v in values
     )
 
-    def compare(fn: Callable[..., Any]) -> list[tuple[float, float]]:
-        got = run(fn, args, pass_)
-        reference = block.reference
-        wanted = run(block.fn if reference is None else lambda *a: reference(got, *a), wide, pass_)
-        return [(difference(g, w), torch.finfo(g.dtype).eps) for g, w in zip(got, wanted, strict=True) if g.is_floating_point()]
 
-    fused, eager = compare(jit(block.fn, backend=backend, name=block.name)), compare(block.fn)
+def errors(
+    block: Block, pass_: str, *, backend: str, device: str, dtype: torch.dtype | None = None, shape: Sequence[int] = (), **options: Any
+) -> tuple[float, float, bool]:
+    """Run a block at a shape (its small one if none is given), fused and eager, and compare both with float64.
+
+    Returns: (fused, eager, right): the largest difference as a fraction of the largest value of that output or gradient, and whether each
+    fused one is at most twice eager's plus two ulp. `options` go to `jit`.
+    """
+    args = block.make(tuple(shape) or block.small, device, dtype)
+    given = [] if pass_ == "forward" else tangents(block.fn(*args))
+    wide, wide_given = widened(args), widened(given)
+
+    def compare(fn: Callable[..., Any]) -> list[tuple[float, float]]:
+        got = call_of(fn, args, pass_, given)()
+        reference = block.reference
+        wanted = call_of(block.fn if reference is None else lambda *a: reference(got, *a), wide, pass_, wide_given)()
+        return [(difference(g, w), torch.finfo(g.dtype).eps if g.is_floating_point() else 0.0) for g, w in zip(got, wanted, strict=True)]
+
+    fused, eager = compare(jit(block.fn, backend=backend, name=block.name, **options)), compare(block.fn)
     right = all(f <= 2 * e + 2 * eps for (f, eps), (e, _) in zip(fused, eager, strict=True))
     return max(f for f, _ in fused), max(e for e, _ in eager), right
 
 
 def difference(got: Tensor, wanted: Tensor) -> float:
-    """Largest |got - wanted| over the largest |wanted|; infinite where one is NaN and the other is not."""
+    """Largest |got - wanted| over the largest |wanted|; infinite where one is NaN and the other is not, and between unequal integers."""
     if got.shape != wanted.shape or not torch.equal(got.isnan(), wanted.isnan()):
         return math.inf
-    largest = float(wanted.detach().abs().nan_to_num().max()) if wanted.numel() else 0.0
-    return float((got.detach().double() - wanted.detach()).abs().nan_to_num().max()) / (largest or 1.0) if wanted.numel() else 0.0
+    if not got.is_floating_point():
+        return 0.0 if torch.equal(got, wanted) else math.inf
+    if not wanted.numel():
+        return 0.0
+    largest = float(wanted.detach().abs().nan_to_num().max())
+    return float((got.detach().double() - wanted.detach()).abs().nan_to_num().max()) / (largest or 1.0)
 
 
 def shared(report: Report) -> tuple[int, int]:
@@ -212,42 +236,61 @@ def _compiled(block: Block, args: Sequence[Any]) -> dict[str, Any]:
 
 def _timed(block: Block, args: Sequence[Any], pass_: str) -> tuple[float, float]:
     """Median microseconds (eager, fused)."""
+    given = [] if pass_ == "forward" else tangents(block.fn(*args))
     fused = jit(block.fn, backend="triton", name=block.name)
-    found = []
-    for fn in (block.fn, fused):
-        outputs = fn(*args)
-        given = tangents(outputs) if pass_ == "both" else []
+    eager, ours = (statistics.median(t) for t in in_turns([call_of(fn, args, pass_, given) for fn in (block.fn, fused)]))
+    return eager, ours
 
-        def call(fn: Callable[..., Any] = fn, given: list[Tensor] = given) -> None:
-            if pass_ == "both":
-                gradients(fn(*args), args, given)
-            else:
-                with torch.no_grad():
-                    fn(*args)
 
-        del outputs
-        found.append(median_us(call))
-    return found[0], found[1]
+class DeviceTimer:
+    """Device time of calls by CUDA events, their inputs out of the L2 cache."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def queue(self, call: Callable[[], Any], host_s: float) -> Callable[[], float]:
+        """Launch a call and return what gives its microseconds after `wait`; `host_s`: the seconds that its launches take on the host."""
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(int(2e9 * 1.5 * host_s))  # the device waits (cycles at 2 GHz or less) until the host has launched it all
+        self._flush.zero_()
+        before.record()
+        call()
+        after.record()
+        return lambda: before.elapsed_time(after) * 1e3
+
+
+def in_turns(calls: Sequence[Callable[[], Any]], budget_s: float = 0.4, timer: Any = None) -> list[list[float]]:
+    """Time each call 10 to 200 times, one after the other in turns, so that all of them see the same clocks.
+
+    Args:
+        budget_s: seconds for all repetitions of one call.
+        timer: what measures, with the methods of `DeviceTimer` (which it is by default, and which needs a GPU).
+
+    Returns: for each call its times in microseconds.
+    """
+    timer = timer or DeviceTimer()
+    host, longest = [], 1e-5
+    for call in calls:
+        for _ in range(3):
+            call()
+        timer.wait()
+        start = time.perf_counter()
+        call()
+        host.append(time.perf_counter() - start)
+        timer.wait()
+        longest = max(longest, time.perf_counter() - start)
+    count = max(10, min(200, int(budget_s / longest)))
+    queued = [[timer.queue(call, seconds) for call, seconds in zip(calls, host, strict=True)] for _ in range(count)]
+    timer.wait()
+    return [[turn[i]() for turn in queued] for i in range(len(calls))]
 
 
 def device_us(call: Callable[[], Any], budget_s: float = 0.4) -> list[float]:
     """Device time of each of 10 to 200 calls in microseconds, their inputs out of the L2 cache; needs a GPU."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    count = max(10, min(200, int(budget_s / max(time.perf_counter() - start, 1e-5))))
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    for before, after in events:
-        flush.zero_()  # also keeps the device busy while the host launches, so that the host's time does not count
-        before.record()
-        call()
-        after.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) * 1e3 for before, after in events]
+    return in_turns([call], budget_s)[0]
 
 
 def median_us(call: Callable[[], Any]) -> float:

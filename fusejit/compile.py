@@ -18,13 +18,15 @@ from torch.fx import GraphModule
 
 from . import config
 from .codegen.cluster import Cluster
+from .codegen.cost import Device, machine
 from .codegen.foreach import foreach
 from .codegen.fuse import fuse
+from .codegen.kernel import Kernel
 from .codegen.lower import Extern, Lowered, lower
 from .codegen.pattern import Foreach
 from .codegen.plan import plan
 from .codegen.program import Program, verify
-from .codegen.render import Kernel, render
+from .codegen.render import render
 from .codegen.render_foreach import render_foreach
 from .codegen.rules import RULES
 from .codegen.schedule import schedule
@@ -32,6 +34,7 @@ from .codegen.simplify import simplify
 from .codegen.split import split
 from .errors import CompileError
 from .runtime.launch import compile_all, kernel
+from .runtime.tune import MOST, Tuned, tune
 from .runtime.workers import KernelSpec, compile_kernels
 
 
@@ -61,22 +64,23 @@ def compile_graph(
     """
     note = record or (lambda stage, value: None)
     clock = _Clock()
+    device = machine(options.target)
     graph = clock("simplify", simplify(module))
     note("simplified", graph)
     lowered = clock("lower", lower(graph, inputs, RULES))
     note("clusters", lowered)
-    fused, unfused = clock("fuse", fuse(lowered, reductions=options.jit_level != "O1"))
-    fused = clock("split", split(fused))
+    fused, unfused = clock("fuse", fuse(lowered, options.jit_level != "O1", device))
+    fused = clock("split", split(fused, device))
     if options.jit_level != "O1":
-        fused = clock("foreach", foreach(fused))
+        fused = clock("foreach", foreach(fused, device))
     note("fused", fused)
-    kernels = clock("render", _kernels(fused, options))
+    kernels, tuned = clock("render", _kernels(fused, options, device))
     steps = clock("plan", plan(fused, kernels))
     if config.read("debug"):
         verify(steps, fused)
-    device = torch.device("cuda") if options.target else None
+    retargeted = torch.device("cuda") if options.target else None
     rendered = tuple(k for k in kernels if k is not None)
-    program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, device, rendered, clock.spent)
+    program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, retargeted, rendered, clock.spent, tuned)
     note("source", program.source)
     try:
         _compile_kernels(program, options)
@@ -87,17 +91,26 @@ def compile_graph(
     return program
 
 
-def _kernels(fused: Lowered, options: Options) -> list[Kernel | None]:
-    """Schedule and render every cluster; None stands for an extern call."""
+def _kernels(fused: Lowered, options: Options, device: Device) -> tuple[list[Kernel | None], tuple[str, ...]]:
+    """Schedule and render every cluster; None stands for an extern call. At O3 also say how each schedule was chosen."""
     result: list[Kernel | None] = []
+    notes = []
     for step in fused.steps:
         if isinstance(step, Extern | Foreach):
-            result.append(render_foreach(step, fused.buffers, options.numerics) if isinstance(step, Foreach) else None)
+            result.append(render_foreach(step, fused.buffers, options.numerics, device) if isinstance(step, Foreach) else None)
             continue
         assert isinstance(step, Cluster)
-        ready, tiles = schedule(step)
-        result.append(render(ready, tiles, fused.buffers, options.numerics))
-    return result
+        ready, tiles = schedule(step, device)
+        made = render(ready, tiles, fused.buffers, options.numerics)
+        if options.jit_level == "O3" and tiles.choice is not None:
+            listed = [replace(c.schedule, choice=tiles.choice) for c in tiles.choice.costs if c.resident][1:MOST]
+            others = [render(ready, other, fused.buffers, options.numerics) for other in listed]
+            here = options.backend == "triton" and not options.target
+            found = tune([made, *others], fused.buffers) if here else Tuned(made, (), "not measured: the model's choice")
+            made = found.kernel
+            notes.append(f"{made.name}: {found.why}")
+        result.append(made)
+    return result, tuple(notes)
 
 
 def _compile_kernels(program: Program, options: Options) -> None:

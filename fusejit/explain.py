@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from .codegen.kernel import Kernel, reads_of
 from .codegen.lower import Extern, refs
 from .codegen.program import Program
-from .codegen.render import Kernel, reads_of
 from .specialise import Fallback, Specialisation
 
 aten = torch.ops.aten
@@ -35,6 +35,7 @@ class Half:
     externs: tuple[Extern, ...] = ()
     unfused: tuple[Any, ...] = ()
     bytes_fused: int = 0
+    tuned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,10 @@ def _half(half: Half) -> list[str]:
     for kernel in half.kernels:
         template = kernel.template if kernel.tensors == 1 else f"{kernel.template} of {kernel.tensors}"
         lines.append(f"{kernel.name}  {template}  reads {_bytes(kernel.bytes_read)}, writes {_bytes(kernel.bytes_written)}")
+        lines.append(f"    {kernel.schedule}; grid {' x '.join(map(str, kernel.grid))}")
         lines += [f"    {', '.join(ops)}{'  ' if line else ''}{line}" for line, ops in _by_line(kernel.ops)]
     lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") for e in half.externs]
+    lines += [f"schedule of {line}" for line in half.tuned]
     return lines + [f"not fused: {u}" for u in half.unfused]
 
 
@@ -145,7 +148,7 @@ def _program(program: Program | None) -> Half:
     moved = sum(k.bytes_read + k.bytes_written for k in program.kernels)
     for call in program.externs:
         moved += sum(program.buffers[n].bytes for n in (*call.reads, *(o for o in call.outputs if o)))
-    return Half(program.kernels, program.launches, program.externs, program.unfused, moved)
+    return Half(program.kernels, program.launches, program.externs, program.unfused, moved, program.tuned)
 
 
 def _eager(found: Specialisation) -> tuple[tuple[str, int], ...]:

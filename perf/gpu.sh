@@ -3,6 +3,7 @@
 #   perf/gpu.sh correctness   the tests that run kernels, on the device
 #   perf/gpu.sh opinfo        torch's op database, on the device
 #   perf/gpu.sh blocks        every block: eager, captured, fused, a copy
+#   perf/gpu.sh kernels [SELECTOR]   reductions at every size: eager, torch.compile, fusejit, a copy; the most telling cases first
 #   perf/gpu.sh peer          every block with torch.compile
 #   perf/gpu.sh models        blocks of transformers, eager and fused
 #   perf/gpu.sh compile       capture, codegen, kernels
@@ -10,9 +11,11 @@
 #   perf/gpu.sh bench         the table of `fusejit bench`
 # Needs Python 3.11+, torch, triton, numpy, jinja2, pytest, pytest-benchmark, and transformers for models and compile. Writes one JSON a part to
 # $OUT (perf/results unless set); set FUSEJIT_COMMIT where the tree has no git.
+# kernels starts no case after $BUDGET seconds (430), says the number of the next one, and goes on there with FROM=number; SELECTOR is what
+# pytest's -k takes ("softmax and bfloat16"). Rows are written to the JSON's .jsonl sibling as they come: perf/report.py reads both.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?usage: perf/gpu.sh correctness|opinfo|blocks|peer|models|compile|foreach|bench}
+part=${1:?usage: perf/gpu.sh correctness|opinfo|blocks|kernels|peer|models|compile|foreach|bench}
 out=${OUT:-perf/results}
 mkdir -p "$out"
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
@@ -27,6 +30,11 @@ case $part in
   correctness) limit "$python" -m pytest -q -m gpu tests --ignore=tests/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
   opinfo) limit "$python" -m pytest -q -m gpu tests/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
   blocks) benchmarks perf/test_blocks.py::test_block -k "not torch.compile" ;;
+  kernels)
+    json="$out/$device-$part${FROM:+-from-$FROM}.json"
+    export PERF_BUDGET=${BUDGET:-430} PERF_FROM=${FROM:-0} PERF_JOURNAL="${json}l"
+    rm -f "$PERF_JOURNAL"
+    benchmarks perf/test_kernels.py --tb=line --show-capture=no --benchmark-quiet -rs -k "${2:-test_kernel}" ;;
   peer) benchmarks perf/test_blocks.py::test_block -k torch.compile ;;
   models) benchmarks perf/test_blocks.py::test_model ;;
   compile) benchmarks perf/test_compile.py ;;

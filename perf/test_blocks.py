@@ -11,25 +11,12 @@ import torch
 from models import MODELS, REAL, make
 
 import fusejit
-from fusejit.bench import PASSES, errors, gradients, tangents
+from fusejit.bench import PASSES, call_of, errors, tangents
 from fusejit.blocks import BLOCKS
 
 CASES = [(name, pass_) for name, block in BLOCKS.items() for pass_ in PASSES if pass_ == "forward" or block.grad]
 VARIANTS = ("eager", "fusejit-O0", "fusejit-O2", "torch.compile", "copy")
 CPU_VARIANTS = ("eager", "fusejit-O2")
-
-
-def call_of(fn, args, pass_):
-    """A function without arguments that runs one pass."""
-    if pass_ == "forward":
-
-        def call():
-            with torch.no_grad():
-                return fn(*args)
-
-        return call
-    given = tangents(fn(*args))
-    return lambda: gradients(fn(*args), args, given)
 
 
 def variant_of(name, fn):
@@ -56,7 +43,8 @@ def test_block(name, pass_, variant, measure, gpu, benchmark):
         target = torch.empty_like(source)
         call = lambda: target.copy_(source)  # noqa: E731
     else:
-        call = call_of(variant_of(variant, block.fn), args, pass_)
+        given = [] if pass_ == "forward" else tangents(block.fn(*args))
+        call = call_of(variant_of(variant, block.fn), args, pass_, given)
         if variant == "fusejit-O2":
             error = errors(block, pass_, backend="triton" if gpu else "interpret", device=device)[0]
     measure(

@@ -14,13 +14,15 @@ ORDER = [
     *("errors", "config"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
     *("codegen/views", "codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
-    *("codegen/order", "codegen/fuse", "codegen/schedule"),
-    *("codegen/split", "codegen/foreach", "codegen/render", "codegen/render_foreach", "codegen/plan", "codegen/program", "templates/"),
+    "codegen/order",
+    *("codegen/cost", "codegen/schedule", "codegen/online", "codegen/split", "codegen/align", "codegen/mix", "codegen/fuse"),
+    *("codegen/foreach", "codegen/kernel", "codegen/tape",
+      "codegen/render", "codegen/render_foreach", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("rewrites/", "rewrites/hypermap"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
-    *("runtime/workers", "runtime/launch", "runtime/eager"),
+    *("runtime/workers", "runtime/launch", "runtime/tune", "runtime/eager"),
     *("compile", "specialise", "explain", "function", "module", "jit", "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 

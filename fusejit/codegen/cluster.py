@@ -183,6 +183,15 @@ def rewrite(roots: Sequence[Expr], visit: Callable[[Expr], Expr]) -> list[Expr]:
     return [new[r] for r in roots]
 
 
+def substitute(roots: Sequence[Expr], table: dict[Expr, Expr]) -> list[Expr]:
+    """Return `roots` with the nodes of `table` replaced, whatever lies below them."""
+    new = dict(table)
+    for node in postorder(roots, lambda n: () if n in table else children(n)):
+        if node not in new:
+            new[node] = _rebuild(node, new)
+    return [new[r] for r in roots]
+
+
 def _rebuild(node: Expr, new: dict[Expr, Expr]) -> Expr:
     match node:
         case Compute() | Reduce():
@@ -235,7 +244,8 @@ def leaves(roots: Iterable[Expr]) -> list[Load | Iota]:
 class Store:
     """`value` written to `buffer` of `dtype` at `layout`; a stride of 0 along all reduce axes makes it a row result.
 
-    `mode` is "" or "atomic_add"; `index` adds computed coordinates (scatter).
+    `mode` is "", "atomic_add", or a reduction: each program writes one partial result, of all its rows, behind those of the programs
+    before it. `index` adds computed coordinates (scatter).
     """
 
     buffer: str
@@ -248,12 +258,16 @@ class Store:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One kernel: parallel extents, reduce extents, stores. Every layout inside spans (*parallel, *reduce), one stride per axis."""
+    """One kernel: parallel extents, reduce extents, stores. Every layout inside spans (*parallel, *reduce), one stride per axis.
+
+    `programs` is 0, or the number of programs that share the rows between them (mixed reductions).
+    """
 
     parallel: tuple[int, ...]
     reduce: tuple[int, ...]
     stores: tuple[Store, ...]
     lines: tuple[str, ...] = ()
+    programs: int = 0
 
     @staticmethod
     def build(parallel: Sequence[int], reduce: Sequence[int], stores: Iterable[Store], lines: tuple[str, ...] = ()) -> Cluster:
@@ -305,15 +319,26 @@ class Cluster:
 
     @cached_property
     def held(self) -> int:
-        """How many whole-row values must stay in registers across a reduction, at the worst one."""
-        reach: dict[Expr, int] = {}
+        """How many whole-row values must stay in registers across a reduction, at the worst one.
+
+        What is the same for all rows and only read above a reduction (a weight, say) is loaded after it, and counts nothing.
+        """
+        split, varies = len(self.parallel), dict[Expr, bool]()
         for node in self.order:
+            runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[:split])
+            varies[node] = runs or any(varies[c] for c in children(node))
+        first, last = dict(self.levels), dict.fromkeys(self.order, 0)
+        made = lambda n: first[n] - isinstance(n, Reduce)  # noqa: E731 - a reduction reads its operands in the pass before
+        begun: dict[Expr, int] = {}
+        for node in reversed(self.order):
+            if not self.levels[node] and node in begun and not varies[node]:
+                first[node] = begun[node]
             for operand in children(node):
-                if not isinstance(node, Reduce):
-                    reach[operand] = max(reach.get(operand, 0), self.levels[node])
+                begun[operand] = min(begun.get(operand, made(node)), made(node))
+                last[operand] = max(last[operand], made(node))
         kept = [n for n in self.order if self.full[n] and not isinstance(n, Iota)]
         top = max(self.levels.values(), default=0)
-        return max((sum(self.levels[n] <= level < reach.get(n, 0) for n in kept) for level in range(top)), default=0)
+        return max((sum(first[n] <= level < last[n] for n in kept) for level in range(top)), default=0)
 
     @cached_property
     def writes(self) -> dict[str, Store]:
@@ -332,7 +357,7 @@ class Cluster:
             layout, rest = apply(store.layout, change)
             index = (*((new[e], stride) for e, stride in store.index), *((computed(t), t.stride) for t in rest))
             stores.append(replace(store, layout=layout, value=new[store.value], index=index))
-        return Cluster(tuple(parallel), tuple(reduce), tuple(stores), self.lines)
+        return replace(self, parallel=tuple(parallel), reduce=tuple(reduce), stores=tuple(stores))
 
     @cached_property
     def coalesced(self) -> Cluster:
@@ -364,7 +389,8 @@ class Cluster:
             left, right = " ".join(strides[:split]), " ".join(strides[split:])
             return f"  {kind:<6}{name:<12} {left:>16} | {right:<12} {str(dtype).removeprefix('torch.')}{note}"
 
-        lines = [f"parallel {' '.join(map(str, self.parallel)) or 1} | reduce {' '.join(map(str, self.reduce)) or 1}"]
+        by = f" by {self.programs} programs" if self.programs else ""
+        lines = [f"parallel {' '.join(map(str, self.parallel)) or 1}{by} | reduce {' '.join(map(str, self.reduce)) or 1}"]
         for node in self.order:
             if isinstance(node, Load):
                 note = (" indirect" if node.index else "") + (" masked" if node.mask is not None else "")

@@ -27,30 +27,30 @@ import heapq
 from dataclasses import replace
 
 from .cluster import Cluster
+from .cost import Device, machine
 from .lower import Extern, Lowered, refs
 from .order import predecessors
 from .pattern import Foreach, Pattern, pattern, places
-from .schedule import FILL
 
 MAX_POINTERS = 480
 MAX_TENSORS = 240  # rows; every program tests one in eight before it starts
 MAX_HELD = 64 << 20  # bytes of temporaries that a group may keep alive at once: its members no longer run one after the other
 WIDE = 16  # bytes of the widest access
-FEW = FILL * 256  # elements of which a launch costs more than narrow accesses do
+FEW = 512  # elements a multiprocessor, of which a launch costs more than narrow accesses do
 
 Step = Cluster | Extern | Foreach
 
 
-def foreach(lowered: Lowered) -> Lowered:
+def foreach(lowered: Lowered, device: Device | None = None) -> Lowered:
     """Return the program with its groups joined. No order between steps is lost, and none becomes circular."""
-    return _Grouping(lowered).run()
+    return _Grouping(lowered, device or machine()).run()
 
 
 class _Grouping:
     """Steps by number; `above` holds what must run before each one as a bit set, kept true while groups form."""
 
-    def __init__(self, lowered: Lowered) -> None:
-        self.lowered, self.buffers = lowered, lowered.buffers
+    def __init__(self, lowered: Lowered, device: Device) -> None:
+        self.lowered, self.buffers, self.device = lowered, lowered.buffers, device
         self.steps: list[Cluster | Extern] = [s for s in lowered.steps if not isinstance(s, Foreach)]
         self.before = predecessors(self.steps, self.buffers)
         self.above: list[int] = []
@@ -90,7 +90,7 @@ class _Grouping:
             fit = next((row for row in rows if (self.key(row), False) in found), rows[-1])
             found.setdefault((self.key(fit), False), []).append((i, fit))
         for key in [key for key, whole in found if whole and (key, False) in found]:
-            if sum(row.size for _, row in found[key, True]) < FEW:
+            if sum(row.size for _, row in found[key, True]) < FEW * self.device.sms:
                 found[key, False] += found.pop((key, True))
         return {key: sorted(rows, key=lambda row: row[0]) for key, rows in found.items()}
 

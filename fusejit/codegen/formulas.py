@@ -128,12 +128,16 @@ def add(dtype: torch.dtype, x: Expr | Number, y: Expr | Number, alpha: Number = 
     """x + alpha * y; `or` of bools."""
     if dtype is torch.bool:
         return compute("logical_or", operand(x, dtype), operand(y if alpha else False, dtype), dtype=dtype)
-    return call("add", dtype, x, y if alpha == 1 else call("mul", working(dtype), y, alpha))
+    if alpha == 1:
+        return call("add", dtype, x, y)
+    return call("fma", dtype, y, alpha, x) if dtype.is_floating_point else call("add", dtype, x, call("mul", dtype, y, alpha))
 
 
 def sub(dtype: torch.dtype, x: Expr | Number, y: Expr | Number, alpha: Number = 1) -> Expr:
     """x - alpha * y."""
-    return call("sub", dtype, x, y if alpha == 1 else call("mul", working(dtype), y, alpha))
+    if alpha == 1:
+        return call("sub", dtype, x, y)
+    return call("fma", dtype, y, -alpha, x) if dtype.is_floating_point else call("sub", dtype, x, call("mul", dtype, y, alpha))
 
 
 def rsub(dtype: torch.dtype, x: Expr, y: Expr | Number, alpha: Number = 1) -> Expr:
@@ -149,8 +153,22 @@ def mul(dtype: torch.dtype, x: Expr | Number, y: Expr | Number) -> Expr:
 
 
 def div(dtype: torch.dtype, x: Expr | Number, y: Expr | Number, rounding_mode: str | None = None) -> Expr:
-    """x / y, true, floored or truncated."""
+    """x / y, true, floored or truncated. By a Python number eager's CUDA kernel multiplies with the number's reciprocal."""
+    if rounding_mode is None and dtype.is_floating_point and isinstance(y, (bool, int, float)):
+        return call("mul", dtype, x, inverse(y, dtype))
     return call({None: "div", "floor": "floor_div", "trunc": "trunc_div"}[rounding_mode], dtype, x, y)
+
+
+def inverse(x: Number, dtype: torch.dtype) -> float:
+    """Return 1 / x, both as the working dtype of `dtype` holds them."""
+    return float(1.0 / torch.tensor(float(x), dtype=working(dtype)))
+
+
+def addcmul(dtype: torch.dtype, x: Expr | Number, a: Expr | Number, b: Expr | Number, value: Number = 1) -> Expr:
+    """x + value * (a * b)."""
+    if not dtype.is_floating_point:
+        return _ADDCMUL_INT(dtype, x, a, b, value)
+    return call("fma", dtype, a, b, x) if value == 1 else _ADDCMUL(dtype, x, a, b, value)
 
 
 def logical_in_bool(op: str) -> Callable[..., Expr]:
@@ -251,7 +269,8 @@ def power(dtype: torch.dtype, x: Expr | Number, y: Expr | Number) -> Expr:
         return call("int_pow", dtype, x, y)
     if isinstance(y, (bool, int, float)) and not isinstance(x, (bool, int, float)) and float(y) in _POWERS:
         return _POWERS[float(y)](dtype, x)
-    return call("pow", dtype, x, y)
+    # a number is an operand of the tensor's own dtype: bfloat16 raises to 2.703125 where 2.7 was asked for
+    return call("pow", dtype, *(rounded(v, dtype) if isinstance(v, (bool, int, float)) else v for v in (x, y)))
 
 
 def round_decimals(dtype: torch.dtype, x: Expr, decimals: int = 0) -> Expr:
@@ -316,17 +335,19 @@ _POWERS = {
     0.5: formula("x: sqrt(x)"),
     1.0: lambda dtype, x: cast(x, dtype),
     2.0: formula("x: x * x"),
-    3.0: formula("x: x * x * x"),
+    3.0: lambda dtype, x: call("mul", dtype, call("mul", dtype, x, x), x),  # the half types round in between
     -0.5: formula("x: rsqrt(x)"),
     -1.0: formula("x: reciprocal(x)"),
-    -2.0: formula("x: reciprocal(x * x)"),
+    -2.0: lambda dtype, x: call("reciprocal", dtype, call("mul", dtype, x, x)),
 }
+_ADDCMUL = formula("x, a, b, value: fma(value, a * b, x)")
+_ADDCMUL_INT = formula("x, a, b, value: x + value * (a * b)")
 _GELU = {
     "none": formula("x: x * normcdf(x)"),
-    "tanh": formula("x: 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))"),
+    "tanh": formula("x: 0.5 * x * (1 + tanh(0.7978845608028654 * fma(0.044715, x * x * x, x)))"),
 }
 _GELU_BACKWARD = {
-    "none": formula("g, x: g * (normcdf(x) + x * (exp(x * x * -0.5) * 0.3989422804014327))"),
+    "none": formula("g, x: g * fma(0.5, 1 + erf(x * 0.7071067811865476), x * (exp(-0.5 * x * x) * 0.3989422804014327))"),
     "tanh": lambda dtype, g, x: _gelu_tanh_backward(dtype, g, x),
 }
 _NAN_TO_NUM = formula("x, n, hi, lo: n if isnan(x) else (hi if x == inf else (lo if x == -inf else x))")
@@ -335,10 +356,8 @@ _ELU_BACKWARD = {
     False: formula("g, x, a, s, i: g * i * a * exp(x * i) if x <= 0 else g * s"),
 }
 _LOGIT = formula("z: log(z / (1 - z))")
-_TANH_INNER = formula("x: tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))")
-_TANH_OUTER = formula(
-    "g, x, t: g * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (0.7978845608028654 * (1 + 0.134145 * x * x)))",
-)
+_TANH_INNER = formula("x: tanh(0.7978845608028654 * fma(0.044715, x * x * x, x))")
+_TANH_OUTER = formula("g, x, t: g * fma(0.5, 1 + t, 0.5 * x * fma(-t, t, 1) * (0.7978845608028654 * fma(0.134145, x * x, 1)))")
 
 
 def _gelu_tanh_backward(dtype: torch.dtype, g: Expr, x: Expr) -> Expr:

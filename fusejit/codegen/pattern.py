@@ -100,7 +100,7 @@ class _Roles:
 
 def _line(cluster: Cluster) -> Cluster | None:
     """Return a pointwise cluster over one axis or none, if every operand runs through memory in the same order."""
-    if cluster.reduce or any(s.mode or s.index for s in cluster.stores):
+    if cluster.reduce or cluster.programs or any(s.mode or s.index for s in cluster.stores):
         return None
     for node in cluster.order:
         if isinstance(node, (Iota, Random)) or isinstance(node, Load) and (node.index or node.mask is not None):

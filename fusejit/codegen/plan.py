@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .cluster import Cluster
+from .kernel import Kernel
 from .lower import Buffer, Extern, Lowered, refs
 from .pattern import Foreach
-from .render import Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ def plan(lowered: Lowered, kernels: Sequence[Kernel | None]) -> tuple[Step, ...]
         else:
             assert kernel is not None
             mine = [n for n in kernel.arguments if n not in live]
-            over = {} if kernel.template == "reduction_looped" else _in_place(step, dying - given - pinned, mine, buffers)
+            reread = kernel.template in ("reduction_looped", "reduction_mixed")  # reads its operands again after it has stored
+            over = {} if reread else _in_place(step, dying - given - pinned, mine, buffers)
             for name in mine:
                 steps.append(Alloc(buffers[name], over.get(name, "")))
             live |= set(mine)

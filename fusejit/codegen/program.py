@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from .fuse import Unfused
+from .kernel import Kernel
 from .lower import Buffer, Extern, Lowered, Ref
 from .plan import Alloc, Free, Launch, Return, Step
-from .render import Kernel, _template
+from .render import _template
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Program:
     Attributes:
         steps: Alloc, Launch, Extern, Free, Return, in order. buffers: by name. inputs: names of the arguments, None where unused.
         unfused: pairs of clusters that share a buffer and stay apart, with reasons. compile_ms: milliseconds by stage.
+        tuned: at O3, how each kernel's schedule was chosen.
     """
 
     steps: tuple[Step, ...]
@@ -43,6 +45,7 @@ class Program:
     device: torch.device | None = None
     kernels: tuple[Kernel, ...] = ()
     compile_ms: dict[str, float] = field(default_factory=dict)
+    tuned: tuple[str, ...] = ()
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         return self.call(args)

@@ -15,19 +15,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .cluster import Load
+from .cost import Device, Schedule, machine
+from .kernel import Kernel
 from .lower import Buffer
 from .pattern import Foreach
-from .render import Kernel, Writer, finish
-from .schedule import FILL, Schedule, power_of_two
+from .render import Writer, finish
+from .schedule import power_of_two
 
 ROWS = 8  # rows of one block: every program tests each block, and each row of its own block
 MANY = 8  # tensors a row, from which a program takes fewer elements of each
 LINE = 120
 
 
-def render_foreach(group: Foreach, buffers: dict[str, Buffer], numerics: str = "fast") -> Kernel:
+def render_foreach(group: Foreach, buffers: dict[str, Buffer], numerics: str = "fast", device: Device | None = None) -> Kernel:
     """Return the kernel of a group."""
-    tiles = tile(group)
+    tiles = tile(group, device or machine())
     block = tiles["XBLOCK"]
     masked = any(row.size % block for row in group.rows)
     body = group.rows[0].body(block + masked)
@@ -52,11 +54,11 @@ def render_foreach(group: Foreach, buffers: dict[str, Buffer], numerics: str = "
     return finish(group, tiles, fields, buffers, tuple(parameters), (first, 1, 1), numerics, False)
 
 
-def tile(group: Foreach) -> Schedule:
+def tile(group: Foreach, device: Device) -> Schedule:
     """Return how many elements a program takes: many, since it first walks through all rows."""
     total = sum(row.size for row in group.rows)
     tensors = sum(s != 0 for s in group.rows[0].strides)
-    block = next((b for b in ((2048,) if tensors <= MANY else ()) + (1024, 512) if total >= FILL * b), 256)
+    block = next((b for b in ((2048,) if tensors <= MANY else ()) + (1024, 512) if total >= 2 * device.sms * b), 256)
     block = max(16, min(block, power_of_two(max(row.size for row in group.rows))))
     return Schedule("foreach", (("XBLOCK", block),), max(1, block // 512))
 

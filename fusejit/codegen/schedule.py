@@ -12,25 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cluster import Cluster, Load
+from .cost import Device, Schedule, choose, full, machine
 from .layout import permute
+from .ops import OPS
 from .realize import footprint
 from .size import product
 
+STAGED = 65536  # bytes of shared memory for the stages of a loop
 MAX_ROW = 32768  # a longer row spills: it is looped over
-FILL = 264  # programs that fill an H100 twice
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Template, tile sizes in the template's order, warps. Sizes and strides are literals in the kernel, so divisibility is too."""
-
-    template: str
-    blocks: tuple[tuple[str, int], ...]
-    num_warps: int
-    num_stages: int = 1
-
-    def __getitem__(self, name: str) -> int:
-        return dict(self.blocks)[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +28,15 @@ class Template:
 
     name: str
     applies: Callable[[Cluster], bool]
-    tile: Callable[[Cluster], Schedule]
+    tiles: Callable[[Cluster, Device], list[Schedule]]
 
 
-def schedule(cluster: Cluster) -> tuple[Cluster, Schedule]:
-    """Return the cluster ready to render, and the first template that applies with its tiles."""
+def schedule(cluster: Cluster, device: Device | None = None) -> tuple[Cluster, Schedule]:
+    """Return the cluster ready to render, and of the first template that applies the tiles that cost least."""
+    device = device or machine()
     ordered = order(cluster).coalesced
     template = next(t for t in TEMPLATES if t.applies(ordered))
-    return ordered, template.tile(ordered)
+    return ordered, choose(ordered, template.tiles(ordered, device), device)
 
 
 # -- axes ------------------------------------------------------------------------------------------------------------------------------
@@ -87,12 +77,6 @@ def fast_axis(strides: Any, axes: tuple[int, ...]) -> int | None:
     return next((a for a, s in enumerate(strides or ()) if s == 1 and axes[a] > 1), None)
 
 
-def full_loads(cluster: Cluster) -> list[Load]:
-    """Return the loads that run along a reduce axis, one per buffer and position."""
-    split = len(cluster.parallel)
-    return [n for n in cluster.order if isinstance(n, Load) and (n.index or any((n.layout.strides or ())[split:]))]
-
-
 # -- which template --------------------------------------------------------------------------------------------------------------------
 def _pointwise(cluster: Cluster) -> bool:
     return not cluster.reduce
@@ -123,7 +107,7 @@ def column_reduction(cluster: Cluster) -> bool:
     """Whether memory runs along the parallel axes: a column reduction."""
     split, axes = len(cluster.parallel), cluster.axes
     votes = 0
-    for node in full_loads(cluster):
+    for node in full(cluster):
         axis = fast_axis(node.layout.strides, axes)
         votes += 0 if axis is None else (footprint(node) if axis < split else -footprint(node))
     return votes > 0
@@ -143,43 +127,87 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _tile_pointwise(cluster: Cluster) -> Schedule:
+def _tile_pointwise(cluster: Cluster, device: Device) -> list[Schedule]:
     size = product(cluster.axes)
     buffers = len(cluster.reads) + len(cluster.writes)
-    block = 1024 if size >= FILL * 1024 and buffers <= 8 else 512 if size >= FILL * 512 else 256
+    full = 2 * device.sms
+    block = 1024 if size >= full * 1024 and buffers <= 8 else 512 if size >= full * 512 else 256
     block = min(block, power_of_two(size))
-    return Schedule("pointwise", (("XBLOCK", block),), max(1, block // 256))
+    return [Schedule("pointwise", (("XBLOCK", block),), max(1, block // 256))]
 
 
-def _tile_pointwise_2d(cluster: Cluster) -> Schedule:
-    return Schedule("pointwise_2d", (("YBLOCK", 32), ("XBLOCK", 64)), 4)
+def _tile_pointwise_2d(cluster: Cluster, device: Device) -> list[Schedule]:
+    return [Schedule("pointwise_2d", (("YBLOCK", 32), ("XBLOCK", 64)), 4)]
 
 
-def _tile_persistent(cluster: Cluster) -> Schedule:
-    rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
-    across = max(1, 2048 // columns) if not column_reduction(cluster) else max(8, min(64, 4096 // columns))
-    across = min(across, power_of_two(rows))
-    while across > 1 and rows // across < FILL and not column_reduction(cluster):
-        across //= 2
-    tile = across * columns
-    live = max(1, len({n.buffer for n in full_loads(cluster)}))
-    warps = min(16, max(1, power_of_two(tile * min(live, 4) // 1024)))
-    return Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), warps if tile >= 1024 else max(1, tile // 256))
-
-
-def _tile_looped(cluster: Cluster) -> Schedule:
+def _tile_persistent(cluster: Cluster, device: Device) -> list[Schedule]:
     rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
     if column_reduction(cluster):
+        across = min(max(8, min(64, 4096 // columns)), power_of_two(rows))
+        warps = min(16, max(1, across * columns * min(4, max(1, len(full(cluster)))) // 1024))
+        return [Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), power_of_two(warps))]
+    found = []
+    for across in (1 << n for n in range(7)):
+        if across > 1 and (across * columns > 4096 or across > power_of_two(rows) or rows // across < 2 * device.sms):
+            break
+        for warps in (1, 2, 4, 8, 16):
+            each = across * columns // (32 * warps)
+            if 4 <= each <= 32 or (warps == 1 and each < 4) or (warps == 16 and each > 32):
+                found.append(Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), warps))
+    return found
+
+
+def _tile_mixed(cluster: Cluster, device: Device) -> list[Schedule]:
+    columns, rows = power_of_two(product(cluster.reduce)), product(cluster.parallel)
+    across = max(1, min(512 // columns, power_of_two(-(-rows // cluster.programs))))
+    warps = min(16, max(1, across * columns // 256))
+    if fits_mixed(cluster, device.mixed_values):
+        blocks = (("XBLOCK", across), ("RBLOCK", columns))
+        return [Schedule("reduction_mixed", blocks, warps, 2), Schedule("reduction_mixed", blocks, warps, 1)]
+    return [Schedule("reduction_mixed", (("XBLOCK", 1), ("RBLOCK", 4096)), warps, 1)]
+
+
+def fits_mixed(cluster: Cluster, values: int) -> bool:
+    """Whether a program of a mixed reduction keeps its row in registers, besides the column sums."""
+    return power_of_two(product(cluster.reduce)) * (column_sums(cluster) + cluster.held) <= values
+
+
+def even_rows(cluster: Cluster) -> bool:
+    """Whether every row that is read or written begins at a multiple of 16 bytes."""
+    split = len(cluster.parallel)
+    strides = [(s, n.dtype.itemsize) for n in full(cluster) for s in (n.layout.strides or ())[:split]]
+    strides += [(n, s.dtype.itemsize) for s in cluster.stores for n in (s.layout.strides or ())[:split] if n != 1]
+    return all(stride * size % 16 == 0 for stride, size in strides)
+
+
+def column_sums(cluster: Cluster) -> int:
+    return sum(s.mode in OPS for s in cluster.stores)
+
+
+def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
+    rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
+    moved = sum(n.dtype.itemsize for n in full(cluster))
+    if column_reduction(cluster):
         across = min(32, power_of_two(rows))
-        while across > 8 and rows // across < FILL // 2:
+        while across > 8 and rows // across < device.sms:
             across //= 2  # 8 columns are the 32 bytes that memory hands out at once
-        return Schedule("reduction_looped", (("XBLOCK", across), ("RBLOCK", min(columns, 2048 // across))), 8)
-    block = 4096 if len(full_loads(cluster)) <= 3 else 2048
-    return Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, columns))), 8)
+        return [
+            Schedule("reduction_looped", (("XBLOCK", across), ("RBLOCK", min(columns, tile // across))), 8 * tile // 4096 or 4, stages)
+            for tile in (2048, 4096, 8192)
+            for stages in (1, 2, 3)
+            if stages == 1 or stages * tile * moved <= STAGED
+        ]
+    return [
+        Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, columns))), warps, stages)
+        for warps, block in ((8, 2048), (8, 4096), (16, 4096), (16, 8192))
+        for stages in (1, 2, 3)
+        if stages == 1 or stages * block * moved <= STAGED
+    ]
 
 
-# The first row that applies wins. reduction_split and reduction_mixed will be rows above these; render_foreach.py has its own tiles.
+# The first row that applies wins; render_foreach.py has its own tiles.
 TEMPLATES = (
+    Template("reduction_mixed", lambda cluster: cluster.programs > 0, _tile_mixed),
     Template("pointwise_2d", _two_fast_axes, _tile_pointwise_2d),
     Template("pointwise", _pointwise, _tile_pointwise),
     Template("reduction_persistent", _persistent, _tile_persistent),

@@ -1,96 +1,219 @@
-"""Split: a reduction with few results and many elements becomes two, so that the whole device works on it.
+"""Split: a reduction with few results and many elements becomes several steps, so that the whole device works on each.
 
-In: fused clusters. Out: the same program; a split cluster reduces pieces into a small buffer of partial results, then those.
-Deterministic: no atomics, the pieces are combined in a fixed order.
+In: fused clusters. Out: the same program; a split cluster reduces pieces into a small buffer of partial results, then those; what it
+writes along the whole row follows as a pointwise cluster. Deterministic: no atomics, the pieces are combined in a fixed order.
 
     parallel 1 | reduce 1048576   ->   parallel 256 | reduce 4096,  then  parallel 1 | reduce 256
+    softmax of 16 x 131072        ->   maximum and sum of 32 pieces a row,  those combined,  then  16 x 131072 values written
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from .cluster import Cluster, Expr, Load, Reduce, Store, load, reduction, rewrite, view
+import torch
+
+from .cluster import Cluster, Expr, Load, Reduce, Store, cast, compute, const, iota, load, postorder, reduction, rewrite, substitute, view
+from .cost import Device, machine, pays_to_split
 from .layout import Affine, contiguous, strided
 from .lower import Buffer, Extern, Lowered
+from .online import Shifted, corrected, in_one_pass, of_piece, residual, shifted, with_count
+from .ops import INDEX_IDENTITY, OPS
 from .pattern import Foreach
-from .schedule import FILL, column_reduction
+from .schedule import column_reduction
 from .size import product
 
-ENOUGH = FILL // 4  # programs below which splitting pays for a second launch
 LONG = {True: 2048, False: 16384}  # elements a result, from which it pays: {column reduction: rows, row reduction: columns}
 SPLITTABLE = {"sum", "prod", "amax", "amin", "any", "all"}
+PLACES = {"argmax": "amax", "argmin": "amin"}  # a partial result is a value and its place
 
 
-def split(lowered: Lowered) -> Lowered:
+def split(lowered: Lowered, device: Device | None = None) -> Lowered:
     """Return the program with every reduction split that has too few programs for its length."""
     buffers = dict(lowered.buffers)
     steps: list[Cluster | Extern | Foreach] = []
-    for step in lowered.steps:
-        pieces = _pieces(step) if isinstance(step, Cluster) else 0
-        steps += _two_steps(step, pieces, buffers) if isinstance(step, Cluster) and pieces > 1 else [step]
+    waiting = list(reversed(lowered.steps))
+    while waiting:
+        step = waiting.pop()
+        length = _length(step, device or machine()) if isinstance(step, Cluster) else 0
+        if isinstance(step, Cluster) and length:
+            *made, last = _steps(step, length, buffers)
+            steps += made
+            waiting.append(last)  # a reduction of the corrected row is split again
+        else:
+            steps.append(step)
     return replace(lowered, buffers=buffers, steps=tuple(steps))
 
 
-def _pieces(cluster: Cluster) -> int:
-    """Return into how many pieces the reduction is cut, 0 or 1 for not at all."""
+def _length(cluster: Cluster, device: Device) -> int:
+    """Return how many elements a piece has, 0 where the cluster stays whole."""
     rows, columns = product(cluster.parallel), product(cluster.reduce)
     reduces = [n for n in cluster.order if isinstance(n, Reduce)]
-    if not reduces or any(n.op not in SPLITTABLE for n in reduces) or max(cluster.levels.values()) > 1:
+    if not reduces or cluster.programs or any(s.index or s.mode for s in cluster.stores):
         return 0
-    if any(any((s.layout.strides or ())[len(cluster.parallel) :]) or s.index or cluster.full[s.value] for s in cluster.stores):
-        return 0  # a result as long as the row keeps the row in one program
+    if any(n.op not in SPLITTABLE and n.op not in PLACES for n in reduces if cluster.levels[n] == 1):
+        return 0
     upright = column_reduction(cluster)
+    again = max(cluster.levels.values()) > 1 or any(_along(s, cluster) for s in cluster.stores)
     programs = rows // 8 if upright else rows
-    if programs >= ENOUGH or columns < LONG[upright]:
+    if columns < LONG[upright] or programs >= device.sms // 2 or (again and not pays_to_split(cluster, _passes(cluster, device), device)):
         return 0
-    wanted = min(FILL // max(1, programs), columns // (LONG[upright] // 8))
-    return max((d for d in range(1, wanted + 1) if columns % d == 0), default=1)
+    wanted = min(2 * device.sms // max(1, programs), columns // (LONG[upright] // 8))
+    return _even(cluster.reduce, columns, wanted)
 
 
-def _two_steps(cluster: Cluster, pieces: int, buffers: dict[str, Buffer]) -> list[Cluster]:
-    rows, columns = product(cluster.parallel), product(cluster.reduce)
-    # after build, an axis that the cut crosses is split wherever every operand allows it and computed elsewhere
-    wide = cluster.reshape(cluster.parallel, (pieces, columns // pieces))
-    device = next(buffers[s.buffer].device for s in cluster.stores)
-    partial: dict[Expr, tuple[Buffer, Reduce]] = {}
-    for node in wide.order:
+def _passes(cluster: Cluster, device: Device) -> int:
+    return 1 if product(cluster.reduce) <= device.row_values else max(in_one_pass(cluster)[0].values()) + 1
+
+
+def _even(reduce: Sequence[int], columns: int, wanted: int) -> int:
+    """Return the length of `wanted` pieces: a divisor of the row where a near one is, first one that cuts no axis."""
+    steps = [product(reduce[i:]) for i in range(len(reduce) + 1)]
+    divisors = [d for d in range(max(2, wanted // 4), wanted + 1) if columns % d == 0]
+    nesting = [d for d in divisors if all(columns // d % n == 0 or n % (columns // d) == 0 for n in steps)]
+    if nesting or divisors:
+        return columns // (nesting or divisors)[-1]
+    if len(reduce) > 1 or wanted < 2:
+        return 0
+    return -(-columns // wanted // 256) * 256  # the last piece is shorter: masked
+
+
+def _along(store: Store, cluster: Cluster) -> bool:
+    """Whether a store has a value for each element of the row."""
+    return any((store.layout.strides or ())[len(cluster.parallel) :]) or cluster.full[store.value]
+
+
+def _steps(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list[Cluster]:
+    """Return the reduction of the pieces, that of the partial results, and what is left to do along the row."""
+    pieces = -(-product(cluster.reduce) // length)
+    even = pieces * length == product(cluster.reduce)
+    wide = cluster.reshape(cluster.parallel, (pieces, length)) if even else _padded(cluster, pieces, length)
+    level = {n: wide.levels[n] for n in wide.order if isinstance(n, Reduce)}
+    found = {n: s for n, at in level.items() if at == 2 and (s := shifted(n)) is not None}
+    taken = [n for n, at in level.items() if at == 1 or n in found]
+    partial = _Partial(wide, pieces, buffers)
+    values: dict[Expr, Expr] = {n: partial.whole(n) for n, at in level.items() if at == 1}
+    values |= {n: partial.shifted(s, values, length) for n, s in found.items()}
+    first = Cluster.build((*wide.parallel, pieces), wide.reduce[1:], partial.stores, cluster.lines)
+    done = [s for s in wide.stores if not _along(s, wide) and all(n in taken for n in postorder([s.value]) if isinstance(n, Reduce))]
+    left = tuple(s for s in wide.stores if s not in done)
+    if not left:
+        return [first, combined(wide, values, pieces, cluster.lines)]
+    rows = {n: _row(wide, n, buffers) for n in taken}
+    second = combined(replace(wide, stores=(*done, *(s for s, _ in rows.values()))), values, pieces, cluster.lines)
+    names = [s.buffer for s in left]
+    original = {n: rows[m][0].buffer for n, m in zip(_reduces(cluster), _reduces(wide), strict=True) if m in rows}
+    return [first, second, _rest(cluster, names, original)]
+
+
+def _reduces(cluster: Cluster) -> list[Expr]:
+    return [n for n in cluster.order if isinstance(n, Reduce)]
+
+
+def _padded(cluster: Cluster, pieces: int, length: int) -> Cluster:
+    """Return the cluster over pieces that do not divide the row: what lies behind its end is neither read nor counted."""
+    (columns,) = cluster.reduce
+    rank = len(cluster.parallel)
+    axes = (*cluster.parallel, pieces, length)
+    change = Affine(axes, (*((0, ((d, 1),)) for d in range(rank)), (0, ((rank, length), (rank + 1, 1)))))
+    wide = cluster.map(change, cluster.parallel, (pieces, length))
+    place = iota(strided(axes, [*(0 for _ in range(rank)), length, 1]))
+    inside = compute("lt", place, const(columns, torch.int64), dtype=torch.bool)
+
+    def visit(node: Expr) -> Expr:
+        if isinstance(node, Load) and any((node.layout.strides or ())[rank:]):
+            mask = inside if node.mask is None else compute("logical_and", inside, node.mask, dtype=torch.bool)
+            return load(node.buffer, node.layout, node.dtype, node.index, mask, node.fill)
         if isinstance(node, Reduce):
-            buffer = Buffer(f"b{len(buffers)}", (pieces, rows), (rows, 1), node.dtype, device)
-            buffers[buffer.name] = buffer
-            partial[node] = buffer, node
-    at = strided(
-        (*wide.parallel, *wide.reduce),
-        [*(contiguous(wide.parallel).strides or ()), rows, 0],
-    )
-    first = [Store(b.name, at, node, node.dtype) for b, node in partial.values()]
-    one = Cluster.build((*wide.parallel, pieces), wide.reduce[1:], first, cluster.lines)
-    return [one, _combined(wide, partial, pieces, cluster.lines)]
+            first = OPS[node.op].identity
+            assert first is not None
+            neutral = [first(node.args[0].dtype), INDEX_IDENTITY]
+            args = [compute("where", inside, a, const(n, a.dtype), dtype=a.dtype) for a, n in zip(node.args, neutral, strict=False)]
+            return reduction(node.op, *args, dtype=node.dtype)
+        return node
+
+    values = rewrite([s.value for s in wide.stores], visit)
+    return replace(wide, stores=tuple(replace(s, value=v) for s, v in zip(wide.stores, values, strict=True)))
 
 
-def _combined(wide: Cluster, partial: dict[Expr, tuple[Buffer, Reduce]], pieces: int, lines: tuple[str, ...]) -> Cluster:
-    """Return the cluster that reduces the partial results and computes what followed the reduction."""
+class _Partial:
+    """The partial results of one split: what the pieces store, and what their readers make of it, over (*parallel, pieces)."""
+
+    def __init__(self, wide: Cluster, pieces: int, buffers: dict[str, Buffer]) -> None:
+        self.wide, self.pieces, self.buffers = wide, pieces, buffers
+        self.rows = product(wide.parallel)
+        self.device = next(buffers[s.buffer].device for s in wide.stores)
+        self.stores: list[Store] = []
+        self.made: dict[Expr, Expr] = {}
+
+    def stored(self, node: Expr) -> Expr:
+        """Let the pieces store `node`, and return it as its readers load it."""
+        if node not in self.made:
+            buffer = Buffer(f"b{len(self.buffers)}", (self.pieces, self.rows), (self.rows, 1), node.dtype, self.device)
+            self.buffers[buffer.name] = buffer
+            along = contiguous(self.wide.parallel).strides or ()
+            at = strided(self.wide.axes, [*along, self.rows, *(0 for _ in self.wide.reduce[1:])])
+            self.stores.append(Store(buffer.name, at, node, node.dtype))
+            self.made[node] = load(buffer.name, strided((*self.wide.parallel, self.pieces), [*along, self.rows]), node.dtype)
+        return self.made[node]
+
+    def whole(self, node: Expr) -> Expr:
+        """Return a reduction of the row as one of its pieces' results."""
+        assert isinstance(node, Reduce)
+        if node.op not in PLACES:
+            return reduction(node.op, self.stored(node), dtype=node.dtype)
+        value = reduction(PLACES[node.op], node.args[0], dtype=node.args[0].dtype)
+        place = cast(self.stored(node), node.args[1].dtype)
+        return reduction(node.op, self.stored(value), place, dtype=node.dtype)
+
+    def shifted(self, found: Shifted, values: dict[Expr, Expr], length: int) -> Expr:
+        """Return a sum about a shift as its pieces' sums about their own."""
+        dtype = found.node.dtype
+        count = const(float(length), dtype)
+        (shift,) = substitute([found.shift], values)
+        local = found.shift if found.kind == "exp" else with_count(found.shift, count)
+        (own,) = substitute([local], self.made)
+        piece = self.stored(of_piece(found, length))
+        more = None if found.kind == "exp" else (count, self.stored(residual(found, length)))
+        return reduction("sum", corrected(found.kind, piece, own, shift, more), dtype=dtype)
+
+
+def combined(wide: Cluster, values: dict[Expr, Expr], pieces: int, lines: tuple[str, ...]) -> Cluster:
+    """Return the cluster that reduces partial results and computes what followed the reduction.
+
+    Args:
+        wide: the cluster as it was, its results along the parallel axes. values: for each Reduce in it, the same over (*parallel, pieces).
+    """
     rank = len(wide.parallel)
-    here = [*(contiguous(wide.parallel).strides or ()), 0, 0]
-    operations = {b.name: node.op for b, node in partial.values()}
-
-    def take(node: Expr) -> Expr:
-        if node not in partial:
-            return node
-        return load(partial[node][0].name, strided(wide.axes, here), node.dtype)
-
-    def combine(node: Expr) -> Expr:
-        if not isinstance(node, Load) or node.buffer not in operations:
-            return node
-        rows = product(wide.parallel)
-        spread = strided((*wide.parallel, pieces), [*(contiguous(wide.parallel).strides or ()), rows])
-        return reduction(operations[node.buffer], load(node.buffer, spread, node.dtype), dtype=node.dtype)
-
-    values = rewrite([s.value for s in wide.stores], take)
-    drop = Affine((*wide.parallel, pieces), tuple((0, ((d, 1),)) if d < rank else (0, ()) for d in range(rank + 2)))
-    values = rewrite(view(values, drop), combine)
+    names = {f"?{i}": node for i, node in enumerate(values)}
+    places = {node: load(name, strided(wide.axes, [0] * len(wide.axes)), node.dtype) for name, node in names.items()}
+    roots = substitute([s.value for s in wide.stores], places)
+    drop = Affine((*wide.parallel, pieces), tuple((0, ((d, 1),)) if d < rank else (0, ()) for d in range(len(wide.axes))))
+    finish = lambda n: values[names[n.buffer]] if isinstance(n, Load) and n.buffer in names else n  # noqa: E731
+    roots = rewrite(view(roots, drop), finish)
     stores = [
         replace(s, value=v, layout=strided((*wide.parallel, pieces), [*(s.layout.strides or ())[:rank], 0], s.layout.offset))
-        for s, v in zip(wide.stores, values, strict=True)
+        for s, v in zip(wide.stores, roots, strict=True)
     ]
     return Cluster.build(wide.parallel, (pieces,), stores, lines)
+
+
+def _row(wide: Cluster, node: Expr, buffers: dict[str, Buffer]) -> tuple[Store, Buffer]:
+    """Make a buffer for a reduction of each row, which the rest of the cluster reads."""
+    shape = (product(wide.parallel),)
+    buffer = Buffer(f"b{len(buffers)}", shape, (1,), node.dtype, next(buffers[s.buffer].device for s in wide.stores))
+    buffers[buffer.name] = buffer
+    at = strided(wide.axes, [*(contiguous(wide.parallel).strides or ()), *(0 for _ in wide.reduce)])
+    return Store(buffer.name, at, node, node.dtype), buffer
+
+
+def _rest(cluster: Cluster, names: Sequence[str], rows: dict[Expr, str]) -> Cluster:
+    """Return what a cluster still has to do once some of its reductions are in buffers: pointwise if those were all."""
+    at = strided(cluster.axes, [*(contiguous(cluster.parallel).strides or ()), *(0 for _ in cluster.reduce)])
+    stores = [s for s in cluster.stores if s.buffer in names]
+    values = substitute([s.value for s in stores], {n: load(name, at, n.dtype) for n, name in rows.items()})
+    stores = [replace(s, value=v) for s, v in zip(stores, values, strict=True)]
+    left = any(isinstance(n, Reduce) for v in values for n in postorder([v]))
+    parallel, reduce = (cluster.parallel, cluster.reduce) if left else (cluster.axes, ())
+    return Cluster.build(parallel, reduce, stores, cluster.lines)

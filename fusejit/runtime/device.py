@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .maths import *  # noqa: F403 - kernels reach every function through this module
-from .maths import cos, jit, log, maximum, minimum, sin, twin
+from .maths import cos, exp, jit, log, maximum, minimum, sin, twin
 
 
 # -- storage types ---------------------------------------------------------------------------------------------------------------------
@@ -126,6 +126,26 @@ def argmin_combine(a, i, b, j):
     """The smaller value with its index; NaN is smaller than anything, and of equals the smaller index wins."""
     first = (a < b) | ((a != a) & (b == b)) | (((a == b) | ((a != a) & (b != b))) & (i < j))
     return tl.where(first, a, b), tl.where(first, i, j)
+
+
+@jit
+def online_exp(m, s, x):
+    """One more value of a sum of exponentials about a running maximum `m`, before `m` takes it in: one exponential a value."""
+    above = tl.where(x == m, 0.0, x - m)  # equal infinities are no distance apart
+    scale = exp(tl.abs(above) * -1.0)
+    return tl.where(above > 0, s * scale + 1.0, s + scale)
+
+
+@jit
+def online_exp_sum(m, s, shift):
+    """Sums of exponentials about their own maxima, as they are about `shift`; a place that saw nothing has s = 0."""
+    return s * exp(m - shift)
+
+
+@jit
+def shifted_squares(total, squares, count):
+    """`total` and `squares` of x - near, as the sum of the squares of x - mean; little cancels where near is near the mean."""
+    return squares - total * (total / count)
 
 
 @twin

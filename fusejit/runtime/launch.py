@@ -205,11 +205,14 @@ def _interpretable(spec: KernelSpec) -> Any:
     Triton patches its language before and after each launch and before each device function call, about 20 ms; a process with
     TRITON_INTERPRET=1 never compiles, so patching once is enough.
     """
+    import triton.language as tl
     from triton.runtime import interpreter
 
     _comparisons_are_bool()
     function = define_kernel(spec.source, spec.name).fn
     interpreter._patch_lang(function)
+    # a loop from a program's number on: 3.6 takes int() of an array of one element, which NumPy no longer allows
+    tl.tensor.__index__ = lambda self: int(self.handle.data.item())
     return function
 
 

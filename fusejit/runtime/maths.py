@@ -112,6 +112,11 @@ def signbit(x):
     return result
 
 
+@twin
+def fma(x, y, z):
+    return tl.fma(x, y, z)
+
+
 @jit
 def div_rn(x, y):
     if x.dtype == tl.float64:
@@ -288,7 +293,7 @@ def entr(x):
 @jit
 def sinc(x):
     t = x * 3.141592653589793
-    return tl.where(t == 0, 1.0, sin(t) / t).to(x.dtype)
+    return tl.where(t == 0, 1.0, div_rn(sin(t), t)).to(x.dtype)
 
 
 @jit

@@ -74,6 +74,12 @@ def from_fp8(x: tl.tensor) -> tl.tensor:
     return value(data, tl.float32, _is_block(x))
 
 
+def fma(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
+    """x * y + z, rounded once: the product of two float32 numbers is exact in float64."""
+    a, b, c = (array(v).double() for v in (x, y, z))
+    return value((a * b + c).to(_TORCH[x.dtype]).numpy(), x.dtype, _is_block(x, y, z))
+
+
 def _reduce(function: Callable[..., torch.Tensor]) -> Callable[[tl.tensor, int], tl.tensor]:
     def twin(x: tl.tensor, axis: int) -> tl.tensor:
         result = function(array(x), int(axis))
@@ -141,6 +147,7 @@ _POINTWISE: dict[str, Callable[..., torch.Tensor]] = {
 
 TWINS: dict[str, Callable[..., Any]] = {
     **{name: _elementwise(function) for name, function in _POINTWISE.items()},
+    "fma": fma,
     "to_int": to_int,
     "to_bf16": to_bf16,
     "from_bf16": from_bf16,

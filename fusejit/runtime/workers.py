@@ -46,7 +46,8 @@ class KernelSpec:
         num_warps, num_stages: as in Triton.
         debug: whether tl.device_assert is compiled in.
         aligned: for each of `params`, whether its address (or value) is a multiple of 16.
-        fp_fusion: whether a multiplication and an addition may become one fma.
+        fp_fusion: whether a multiplication and an addition may become one fma. Without it (numerics "eager") the maths library keeps
+            denormal numbers too, and is the CUDA toolkit's where there is one: torch's kernels are built with it.
     """
 
     source: str
@@ -61,13 +62,35 @@ class KernelSpec:
 
     def options(self) -> dict[str, Any]:
         """The compile options, each one explicit: Triton's defaults move between versions."""
-        return {
+        library = {} if self.fp_fusion or not toolkit_libdevice() else {"extern_libs": {"libdevice": toolkit_libdevice()}}
+        return library | {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "debug": self.debug,
             "enable_fp_fusion": self.fp_fusion,
+            "enable_reflect_ftz": self.fp_fusion,
             "sanitize_overflow": False,  # with debug it would turn every wrapping addition into an assertion
         }
+
+
+@cache
+def toolkit_libdevice() -> str:
+    """Return the path of the CUDA toolkit's libdevice, "" where there is none.
+
+    Triton bundles a version of its own, whose tanh, erf, pow, atan, asin, acos, sinh, cosh and fmod differ in the last bit from those of
+    toolkits from 13.0 on. TRITON_LIBDEVICE_PATH, which Triton reads itself, wins.
+    """
+    if os.environ.get("TRITON_LIBDEVICE_PATH"):
+        return ""
+    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda", *sorted(_toolkits(), reverse=True)]
+    found = (Path(home, "nvvm", "libdevice", "libdevice.10.bc") for home in homes if home)
+    return next((str(path) for path in found if path.is_file()), "")
+
+
+def _toolkits() -> list[str]:
+    """The CUDA toolkits beside Triton (the nvidia-cuda-nvcc packages) and in the usual place."""
+    beside = Path(_tool("ptxas")).parents[4] / "nvidia"
+    return [str(path) for path in (*Path("/usr/local").glob("cuda-*"), *beside.glob("cu*"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +189,9 @@ def _resources(cubin: bytes, ptx: str, arch: int, name: str) -> tuple[int, int]:
 
 
 def _wide(ptx: str, access: str) -> int:
-    """Count 16-byte accesses, "ld" or "st", of global memory, whatever their cache hints."""
-    return len(re.findall(rf"\b{access}\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64|v8\.[bfu]16|b128)\b", ptx))
+    """Count 16-byte accesses, "ld" or "st", of global memory, whatever their cache hints; loads that go to shared memory count."""
+    pipelined = len(re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*\], 0x10,", ptx)) if access == "ld" else 0
+    return pipelined + len(re.findall(rf"\b{access}\.global[.\w:]*\.(?:v4\.[bfu]32|v2\.[bfu]64|v8\.[bfu]16|b128)\b", ptx))
 
 
 def compile_spec(spec: KernelSpec, target: str, fresh: bool = False) -> Compiled:

@@ -1,0 +1,84 @@
+"""Mix: a row reduction and a column reduction over one space become one kernel that reads their common input once.
+
+In: a cluster (P | R) and a cluster (R | P). Out: the mixed cluster, whose programs each walk over a part of the rows and keep their column
+sums in registers, and a small one that reduces the programs' partial results. Deterministic: no atomics, a fixed order.
+
+    parallel 8192 | reduce 1024    and   parallel 1024 | reduce 8192
+      ->  parallel 8192 by 1056 programs | reduce 1024   store b3  0 | 1  float32 sum,   then   parallel 1024 | reduce 1056
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .align import Refused, align, join
+from .cluster import Cluster, Expr, Reduce, Store, load, reduction, view
+from .cost import Device
+from .layout import contiguous, permute, strided
+from .lower import Buffer
+from .schedule import even_rows, fits_mixed, power_of_two
+from .size import product
+from .split import SPLITTABLE, combined
+
+
+def mix(row: Cluster, column: Cluster, column_first: bool, buffers: dict[str, Buffer], device: Device) -> tuple[Cluster, Cluster]:
+    """Return the mixed cluster and the one that finishes the column results; partial results are new `buffers`.
+
+    Args:
+        column_first: whether `row` reads what `column` makes (else the other way round, or neither).
+
+    Raises:
+        Refused: they are no such pair, or a row and its column sums do not fit in the registers of a program.
+    """
+    _check(row, column, column_first)
+    results = {s.buffer for s in column.stores if _is_result(s, column)}
+    split = len(column.parallel)
+    turn = permute(column.axes, [*range(split, len(column.axes)), *range(split)])
+    turned = column.map(turn, column.reduce, column.parallel)
+    one, two = reversed(align(turned, row)) if column_first else align(row, turned)
+    programs = device.programs(product(one.reduce), product(one.parallel))
+    nodes = [n for n in two.order if isinstance(n, Reduce)]
+    made = _partial(two, nodes, programs, buffers)
+    place = strided(one.axes, [*(0 for _ in one.parallel), *(contiguous(one.reduce).strides or ())])
+    sums = tuple(Store(b.name, place, n.args[0], n.dtype, n.op) for b, n in zip(made, nodes, strict=True))
+    whole = tuple(s for s in two.stores if s.buffer not in results)
+    first = replace(two, stores=(*whole, *sums))
+    mixed = replace(join(first, one) if column_first else join(one, first), programs=programs)
+    if not fits_mixed(mixed, device.mixed_values) and not even_rows(mixed):
+        raise Refused(f"rows of {product(one.reduce)} that begin at odd addresses take too many registers, read once and summed both ways")
+    if power_of_two(product(one.reduce)) * len(sums) > device.mixed_values:
+        raise Refused(f"{len(sums)} column sums of rows of {product(one.reduce)} do not fit in the registers of a program")
+    back = permute(two.axes, [*range(len(two.parallel), len(two.axes)), *range(len(two.parallel))])
+    upright = replace(two, stores=tuple(s for s in two.stores if s.buffer in results)).map(back, two.reduce, two.parallel)
+    sums_of = strided((*upright.parallel, programs), [*(contiguous(upright.parallel).strides or ()), product(upright.parallel)])
+    found = zip(view(nodes, back), nodes, made, strict=True)
+    values: dict[Expr, Expr] = {new: reduction(n.op, load(b.name, sums_of, n.dtype), dtype=n.dtype) for new, n, b in found}
+    return mixed, combined(upright, values, programs, column.lines)
+
+
+def _check(row: Cluster, column: Cluster, column_first: bool) -> None:
+    reduces = [n for n in column.order if isinstance(n, Reduce)]
+    if any(n.op not in SPLITTABLE for n in reduces) or max(column.levels.values(), default=0) > 1:
+        raise Refused("column results of several reductions, one after the other, take several passes")
+    if any(s.mode or s.index for s in (*row.stores, *column.stores)):
+        raise Refused("a result is scattered")
+    if any(column.levels[s.value] for s in column.stores if not _is_result(s, column)):
+        raise Refused("a column reduction has to end before its columns are read again")
+    if column_first and row.reads.keys() & {s.buffer for s in column.stores if _is_result(s, column)}:
+        raise Refused("the rows need the finished columns")
+
+
+def _is_result(store: Store, cluster: Cluster) -> bool:
+    """Whether a store has one value for a whole reduction."""
+    return not any((store.layout.strides or ())[len(cluster.parallel) :]) and not cluster.full[store.value]
+
+
+def _partial(two: Cluster, nodes: list[Reduce], programs: int, buffers: dict[str, Buffer]) -> list[Buffer]:
+    columns = product(two.reduce)
+    device = next(buffers[s.buffer].device for s in two.stores)
+    made = []
+    for node in nodes:
+        buffer = Buffer(f"b{len(buffers)}", (programs, columns), (columns, 1), node.dtype, device)
+        buffers[buffer.name] = buffer
+        made.append(buffer)
+    return made

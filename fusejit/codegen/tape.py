@@ -1,0 +1,240 @@
+"""Tape: the statements of a kernel, one for each node of its expressions.
+
+In: nodes in an order in which operands come first. Out: lines of Triton, and the name that each node has in them.
+
+    tmp0 = tl.load(in0 + (x), x < 1000)
+    tmp1 = fj.maximum(tmp0, 0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Store, children, postorder
+from .layout import Layout
+from .online import Shifted
+from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
+from .size import product
+
+INDEX_OPS = {"index_div", "index_mod"}
+COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
+
+
+class Tape:
+    """Names of the values computed so far; a tape inside a loop sees the names outside it."""
+
+    def __init__(self, writer: Any, outside: Tape | None = None) -> None:
+        self.writer = writer
+        self.names: dict[Expr, str] = dict(outside.names) if outside else {}
+        self.counter: list[int] = outside.counter if outside else [0]
+        self.narrow: set[Expr] = set(outside.narrow) if outside else set()
+        self.policies: dict[Expr, str] = {}
+        self.slots: dict[Expr, str] = {}  # the accumulator of a reduction, while its loop runs
+
+    def fresh(self) -> str:
+        self.counter[0] += 1
+        return f"tmp{self.counter[0] - 1}"
+
+    def text(self, node: Expr, literal: bool = False, index: bool = False) -> str:
+        if isinstance(node, Const):
+            return _literal(node) if literal or index else f"tl.full((), {_literal(node)}, {STORAGE[node.dtype].compute})"
+        name = self.names[node]
+        return f"{name}.to(tl.int64)" if node in self.narrow and not index and node.dtype is torch.int64 else name
+
+    def statement(self, node: Expr) -> list[str]:
+        """Return the statements that compute a node, and give it a name."""
+        if isinstance(node, Const) or node in self.names:
+            return []
+        if isinstance(node, Iota):
+            return self._iota(node)
+        lines: list[str] = []
+        match node:
+            case Load():
+                value = self._load(node)
+            case Compute():
+                value = self._compute(node)
+            case Reduce():
+                value = self._reduce(node)
+            case Random():
+                value = f"fj.{node.kind}({self.text(node.seed)}, {self.text(node.offset)})"
+            case _:
+                raise TypeError(node)
+        name = self.names[node] = self.fresh()
+        lines.append(f"{name} = {value}")
+        if isinstance(node, Compute) and node.op == "checked_index":
+            self.writer.asserts = True
+            mask = self.writer.mask([], columns=self.writer.full[node]) or "None"
+            lines.append(f"fj.check_index({name}, {self.text(node.args[1])}, {mask})")
+            if not self.writer.wide:  # in bounds, so 32 bits hold it: half the registers of a long row of indices
+                lines.append(f"{name} = {name}.to(tl.int32)")
+                self.narrow.add(node)
+        return lines
+
+    def _iota(self, node: Iota) -> list[str]:
+        offset = self.writer.offset(node.layout)
+        name = self.names[node] = self.fresh()
+        if not any(node.layout.strides or ()):
+            return [f"{name} = tl.full((), {offset}, {STORAGE[node.dtype].compute})"]
+        self.narrow.add(node)
+        return [f"{name} = {offset}"]
+
+    def _load(self, node: Load) -> str:
+        offset = self._place(node.layout, node.index)
+        extra = self.text(node.mask) if node.mask is not None else ""
+        along, tested = layouts_of(e for e, _ in node.index), layouts_of([node.mask] if node.mask is not None else [])
+        mask = self.writer.mask([node.layout, *along, *tested], extra)
+        if tested and not any(any(lay.strides or ()) for lay in (node.layout, *along)):
+            offset += f" + 0 * {self.writer.some_axis(tested)}"  # one element, masked by a tile: Triton wants a tile of pointers
+        more = (f", {mask}" if mask else "") + (f", other={node.fill}" if node.mask is not None else "")
+        more += f', eviction_policy="{self.policies[node]}"' if node in self.policies else ""
+        value = f"tl.load({self.writer.pointers[node.buffer]} + ({offset}){more})"
+        value = STORAGE[node.dtype].load.format(value)
+        return f"({value} != 0)" if node.dtype is torch.bool else value
+
+    def _place(self, layout: Layout, index: tuple[tuple[Expr, int], ...]) -> str:
+        offset = self.writer.offset(layout)
+        terms = [f"{stride} * {self.text(e, index=True)}" if stride != 1 else self.text(e, index=True) for e, stride in index]
+        return " + ".join([offset, *terms])
+
+    def _compute(self, node: Compute) -> str:
+        if node.op == "cast":
+            return cast_spelling(node.args[0].dtype, node.dtype, implicit=not self.writer.exact).format(self.text(node.args[0]))
+        row = OPS[node.op]
+        small = node.op in INDEX_OPS | COMPARISONS and all(self._is_index(a) for a in node.args)
+        if small:
+            if node.op in INDEX_OPS:
+                self.narrow.add(node)
+            return row.text(*(self.text(a, literal=True, index=True) for a in node.args))
+        plain = row.literals and not all(isinstance(a, Const) for a in node.args)
+        text = row.text(*(self.text(a, literal=plain and a.dtype is not torch.float64) for a in node.args), exact=self.writer.exact)
+        rounds = STORAGE[node.dtype].round if self.writer.exact and node.dtype in STORAGE else ""
+        return rounds.format(text) if rounds else text
+
+    def _is_index(self, node: Expr) -> bool:
+        return node in self.narrow or (isinstance(node, Const) and node.dtype is torch.int64 and abs(node.value) < 2**31)
+
+    # -- reductions
+    def _reduce(self, node: Reduce) -> str:
+        """Reduce a whole row that is in registers."""
+        masked = self.writer.masked("r")
+        args = [self._tile(a) for a in node.args]
+        if masked:
+            args = [f"tl.where(rmask, {a}, {i})" for a, i in zip(args, _identities(node), strict=True)]
+        return self._finish(node, args)
+
+    def _finish(self, node: Reduce, args: list[str]) -> str:
+        value = f"fj.{node.op}({', '.join(args)}, 1)[:, None]"
+        return f"{value}.to(tl.int64)" if len(args) == 2 else value
+
+    def _tile(self, node: Expr) -> str:
+        """Return a value as a whole tile, even if it is the same for all columns."""
+        if self.writer.full[node] and (self.writer.rows[node] or self.writer.tiles["XBLOCK"] == 1):
+            return self.text(node)
+        return f"tl.broadcast_to({self.text(node)}, [XBLOCK, RBLOCK])"
+
+    def accumulate(self, node: Reduce, outside: Tape) -> tuple[list[str], list[str], list[str]]:
+        """Return the statements before, inside and after the loop that reduces a row."""
+        if node in self.writer.online:
+            return self.accumulate_shifted(self.writer.online[node], outside)
+        names = [self.fresh() for _ in node.args]
+        types = [STORAGE[a.dtype].compute for a in node.args]
+        start = [f"{n} = tl.full([XBLOCK, RBLOCK], {i}, {t})" for n, i, t in zip(names, _identities(node), types, strict=True)]
+        values = [self._tile(a) for a in node.args]
+        together = f"fj.{node.op}_combine({', '.join((*names, *values))})"
+        if not self.writer.masked("r"):
+            body = [f"{', '.join(names)} = {together}"]
+        else:
+            new = [f"new{n}" for n in names]
+            body = [f"{', '.join(new)} = {together}", *(f"{n} = tl.where(rmask, {m}, {n})" for n, m in zip(names, new, strict=True))]
+        name = outside.names[node] = self.names[node] = self.fresh()
+        self.slots[node] = names[0]
+        return start, body, [f"{name} = {self._finish(node, names)}"]
+
+    def accumulate_shifted(self, found: Shifted, outside: Tape) -> tuple[list[str], list[str], list[str]]:
+        """As `accumulate`, for a sum whose shift is not known yet: each place of the tile keeps its own and is corrected at the end."""
+        value, masked = self._tile(found.value), self.writer.masked("r")
+        names = [self.fresh() for _ in range(1 if found.kind == "exp" else 2)]
+        start = [f"{n} = tl.full([XBLOCK, RBLOCK], 0.0, tl.float32)" for n in names]
+        if found.kind == "exp":
+            maxima = self.slots[found.bases[0]]
+            news = [f"fj.online_exp({maxima}, {names[0]}, {value})"]
+            end = "fj.sum(fj.online_exp_sum({0}, {1}, {2}), 1)[:, None]"
+        else:
+            near, lines = self.mean_of_first_tile(found, outside)
+            start += lines
+            news = [f"{names[0]} + ({value} - {near})", f"{names[1]} + ({value} - {near}) * ({value} - {near})"]
+            count = product(self.writer.cluster.reduce)
+            end = f"fj.shifted_squares(fj.sum({{0}}, 1)[:, None], fj.sum({{1}}, 1)[:, None], {float(count)})"
+        guard = "{0} = tl.where(rmask, {1}, {0})" if masked else "{0} = {1}"
+        body = [guard.format(name, new) for name, new in zip(names, news, strict=True)]
+        shift = postorder([found.shift], lambda n: () if isinstance(n, Reduce) else children(n))
+        finish = [line for n in shift for line in outside.statement(n)]
+        result = outside.names[found.node] = self.names[found.node] = self.fresh()
+        kept = [maxima, *names] if found.kind == "exp" else names
+        return start, body, [*finish, f"{result} = {end.format(*kept, outside.text(found.shift))}"]
+
+    def mean_of_first_tile(self, found: Shifted, outside: Tape) -> tuple[str, list[str]]:
+        """Return the name of a number near the row's mean, and its statements: squares about it lose nothing to cancellation."""
+        ahead, name = Tape(self.writer, outside), self.fresh()
+        lines = [line for n in self.writer.inside([found.value]) for line in ahead.statement(n)]
+        value = ahead._tile(found.value)
+        value = f"tl.where(rmask, {value}, 0.0)" if self.writer.masked("r") else value
+        count = min(product(self.writer.cluster.reduce), self.writer.tiles["RBLOCK"])
+        return name, [*self.writer.tile(0), *lines, f"{name} = fj.sum({value}, 1)[:, None] / {float(count)}"]
+
+    def column(self, store: Store, name: str) -> list[str]:
+        """Return the statements that add a row to a column sum; "@" stands for the number of the tile."""
+        value = self._tile(store.value)
+        together = f"fj.{store.mode}_combine({name}_@, {value})"
+        if not self.writer.masked("x"):
+            return [f"{name}_@ = {together}"]
+        return [f"new{name} = {together}", f"{name}_@ = tl.where(xmask, new{name}, {name}_@)"]
+
+    def partial(self, store: Store, name: str) -> tuple[str, str]:
+        """Return the statement that begins a column sum, and the one that writes what this program's rows came to."""
+        row, dtype, writer = OPS[store.mode], store.value.dtype, self.writer
+        assert row.identity is not None
+        start = f"{name}_@ = tl.full([XBLOCK, RBLOCK], {_number(row.identity(dtype))}, {STORAGE[dtype].compute})"
+        total = f"fj.{store.mode}({name}_@, 0)[None, :]" if writer.tiles["XBLOCK"] > 1 else f"{name}_@"
+        place = f"program * {product(writer.cluster.reduce)} + {writer.offset(store.layout)}"
+        mask = ", rmask" if writer.masked("r") else ""
+        return start, f"tl.store({writer.pointers[store.buffer]} + ({place}), {STORAGE[store.dtype].store.format(total)}{mask})"
+
+    def store(self, store: Store) -> list[str]:
+        writer = self.writer
+        offset = self._place(store.layout, store.index)
+        strides = store.layout.strides or ()
+        columns = any(strides[writer.split :])
+        for variable, axes in writer.groups.items():  # a group of one element still gives the pointers their tile shape
+            if not any(strides[a] for a in axes) and (variable != "r"):
+                offset += f" + {variable}"
+        target = writer.buffers[store.buffer].written_to or store.buffer
+        value = STORAGE[store.dtype].store.format(self.text(store.value))
+        mask = writer.mask([store.layout], columns=columns)
+        return [f"tl.store({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ''})"]
+
+
+def layouts_of(roots: Iterable[Expr]) -> list[Layout]:
+    return [n.layout for n in postorder(roots) if isinstance(n, (Load, Iota))]
+
+
+def _identities(node: Reduce) -> list[str]:
+    row = OPS[node.op]
+    assert row.identity is not None
+    first = row.identity(node.args[0].dtype)
+    text = _number(first)
+    return [text] if len(node.args) == 1 else [text, str(INDEX_IDENTITY)]
+
+
+def _literal(node: Const) -> str:
+    return _number(node.value)
+
+
+def _number(value: bool | int | float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)

@@ -1,0 +1,299 @@
+"""The cases of the kernel benchmarks: which reductions, at which shapes, in which dtypes, in which passes, the most telling ones first.
+
+In: nothing but torch and `fusejit.blocks`. Out: `CASES`, a list of `Case` rows that `test_kernels.py` measures and `static.py` counts.
+
+    >>> case = CASES[0]
+    >>> case.id
+    'rms_norm-backward-bfloat16-8192x8192'
+    >>> case.make("cpu", small=True)[0].shape
+    torch.Size([6, 96])
+
+`sizes` maps a row length N to a shape of about 2**26 elements, 128 MB in bfloat16: more than any L2 cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusejit.blocks import BLOCKS, Block, Shape, Tensors, layer_norm, masked_softmax, rotate_half
+
+ELEMENTS = 2**26
+LENGTHS = (256, 1024, 4096, 8192, 16384, 32768, 131072)
+ODD = (1023, 4097, 50257)
+OUTPUT = -1  # in `again`: the first output
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One kernel at many sizes.
+
+    Attributes:
+        block: the function, its arguments, its small shape; `sizes`: row length to shape.
+        odd: the small shape whose rows divide by nothing.
+        again: which arguments (by position) and outputs (OUTPUT) any backward has to read besides the tangents.
+        same: the arguments whose gradient is that of another one, and no tensor of its own.
+        lengths: the row lengths that it is measured at.
+        passes: "forward", "both" (forward and backward), "backward" (after a forward that is not timed).
+    """
+
+    block: Block
+    sizes: Callable[[int], Shape]
+    odd: Shape
+    again: tuple[int, ...] = ()
+    same: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = LENGTHS + ODD
+    passes: tuple[str, ...] = ("forward", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement: a family at one shape, in one dtype and pass. `tier`: 0 is measured first."""
+
+    family: Family
+    length: int
+    shape: Shape
+    dtype: torch.dtype
+    pass_: str
+    tier: int
+
+    @property
+    def name(self) -> str:
+        return self.family.block.name
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}-{self.pass_}-{self.dtype_name}-{'x'.join(map(str, self.shape))}"
+
+    @property
+    def small(self) -> Shape:
+        """A shape for the interpreter, its rows odd in float32."""
+        return self.family.odd if self.dtype is torch.float32 else self.family.block.small
+
+    def make(self, device: str, *, small: bool = False) -> tuple[Any, ...]:
+        return self.family.block.make(self.small if small else self.shape, device, self.dtype)
+
+    def bytes_minimum(self, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
+        """What any implementation moves: each input read once and each output written once; for a backward the tangents and what it needs
+        `again` read, the gradients written. What an implementation chooses to save in between does not count."""
+        inputs = [a for a in args if isinstance(a, Tensor)]
+        forward = sum(map(_bytes, (*inputs, *outputs)))
+        gradients = sum(_bytes(a) for i, a in enumerate(inputs) if a.requires_grad and i not in self.family.same)
+        tangents = sum(_bytes(o) for o in outputs if o.is_floating_point())
+        again = sum(_bytes(outputs[0] if i == OUTPUT else args[i]) for i in self.family.again)
+        backward = tangents + gradients + again
+        return {"forward": forward, "backward": backward, "both": forward + backward}[self.pass_]
+
+
+def _bytes(t: Tensor) -> int:
+    """The bytes of a tensor's different elements."""
+    elements = 1
+    for n, stride in zip(t.shape, t.stride(), strict=True):
+        elements *= n if stride else 1
+    return elements * t.dtype.itemsize
+
+
+# -- functions -------------------------------------------------------------------------------------------------------------------------
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x (rows, columns), weight (columns); eager has one kernel for it."""
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(normed, new residual), each (rows, columns)."""
+    stream = x + residual
+    return rms_norm(stream, weight), stream
+
+
+def softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    return x.log_softmax(-1)
+
+
+def logsumexp(x: Tensor) -> Tensor:
+    return x.logsumexp(-1)
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    """Rows of length 1."""
+    return F.normalize(x, dim=-1)
+
+
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
+    """x (batch, channels, length); a row is a group: channels // groups * length elements."""
+    return F.group_norm(x, groups, weight, bias)
+
+
+def batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x (batch, channels, length), statistics of the batch."""
+    return F.batch_norm(x, None, None, weight, bias, training=True)
+
+
+def qk_norm_rope(query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """query and key (batch, length, heads, width) as the projections give them; out (batch, heads, length, width)."""
+    q, k = (rms_norm(x, w).transpose(1, 2) for x, w in ((query, query_weight), (key, key_weight)))
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def argmax(x: Tensor) -> Tensor:
+    return x.argmax(-1)
+
+
+def var_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.var_mean(x, -1)
+
+
+def column_sum(x: Tensor) -> Tensor:
+    return x.sum(0)
+
+
+# -- arguments and sizes ---------------------------------------------------------------------------------------------------------------
+def _one(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    return (t(*shape),)
+
+
+def _weighted(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    """x, and a weight of its second dimension."""
+    return t(*shape), t.near_one(shape[1])
+
+
+def _scaled(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    """x, and a weight and a bias of its second dimension."""
+    return t(*shape), t.near_one(shape[1]), t(shape[1])
+
+
+def _causal_rows(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    """scores (heads, queries, keys), hidden (queries, keys): the upper triangle of a wide matrix, no row whole."""
+    _, queries, keys = shape
+    return t(*shape), torch.ones(queries, keys, dtype=torch.bool, device=t.device).triu(max(1, keys // 2))
+
+
+def _rotated(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    batch, length, heads, width = shape
+    return t(*shape), t(*shape), t.near_one(width), t.near_one(width), *t.rotary(length, width)
+
+
+def _rows(n: int) -> Shape:
+    return (max(1, ELEMENTS // n), n)
+
+
+def _columns(n: int) -> Shape:
+    """n rows to add up, each column apart."""
+    return (n, max(1, ELEMENTS // n))
+
+
+def _heads(n: int) -> Shape:
+    return (16, max(1, ELEMENTS // (16 * n)), n)
+
+
+def _grouped(n: int) -> Shape:
+    """32 groups of n elements, in as many channels as divide them."""
+    channels = next(c for c in (8, 3, 17, 29, 1) if n % c == 0)
+    return (max(1, ELEMENTS // (32 * n)), 32 * channels, n // channels, 32)
+
+
+def _images(n: int) -> Shape:
+    channels = max(64, min(512, ELEMENTS // (8 * n)))
+    return (max(1, ELEMENTS // (channels * n)), channels, n)
+
+
+def _attention(width: int) -> Shape:
+    return (4, ELEMENTS // (4 * 32 * width), 32, width)
+
+
+ROWS, ODD_ROWS = (6, 96), (5, 33)
+FAMILIES: tuple[Family, ...] = (
+    Family(Block("rms_norm", rms_norm, _weighted, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (0, 1)),
+    Family(Block("layer_norm", layer_norm, _scaled, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (0, 1)),
+    Family(Block("softmax", softmax, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (OUTPUT,)),
+    Family(
+        Block("qk_norm_rope", qk_norm_rope, _rotated, "batch, length, heads, width", _attention(128), (1, 3, 2, 16)),
+        _attention, (1, 3, 2, 6), (0, 1, 2, 3, 4, 5), lengths=(128, 64, 256),
+    ),
+    Family(
+        Block(
+            "residual_rms_norm", residual_rms_norm, lambda s, t: (t(*s), t(*s), t.near_one(s[1])), "rows, columns", _rows(4096), ROWS
+        ),
+        _rows, ODD_ROWS, (0, 2), (1,),
+    ),
+    Family(
+        Block("bias_gelu", BLOCKS["bias_gelu"].fn, BLOCKS["bias_gelu"].arguments, "rows, columns", _rows(4096), ROWS),
+        _rows, ODD_ROWS, (0, 1), lengths=(4096, 1024, 8192, 16384, 4097), passes=("backward", "both"),
+    ),
+    # its backward moves nothing: it is a view of the tangent
+    Family(Block("column_sum", column_sum, _one, "rows, columns", _columns(4096), ROWS), _columns, ODD_ROWS, passes=("forward",)),
+    Family(Block("logsumexp", logsumexp, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (0, OUTPUT)),
+    Family(
+        Block("masked_softmax", masked_softmax, _causal_rows, "heads, queries, keys", _heads(4096), (2, 6, 24)),
+        _heads, (2, 5, 33), (OUTPUT,),
+    ),
+    Family(
+        Block("group_norm", group_norm, lambda s, t: (t(*s[:3]), t.near_one(s[1]), t(s[1]), s[3]), "batch, channels, length, groups",
+              _grouped(4096), (2, 8, 16, 4)),
+        _grouped, (2, 6, 11, 2), (0, 1),
+    ),
+    Family(
+        Block("batch_norm", batch_norm, _scaled, "batch, channels, length", _images(4096), (4, 6, 16)),
+        _images, (3, 5, 11), (0, 1),
+    ),
+    Family(Block("log_softmax", log_softmax, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (OUTPUT,)),
+    Family(Block("l2_norm", l2_norm, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (0,)),
+    Family(Block("var_mean", var_mean, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (0,)),
+    Family(
+        Block("argmax", argmax, lambda s, t: (t(*s, grad=False),), "rows, columns", _rows(4096), ROWS, grad=False),
+        _rows, ODD_ROWS, passes=("forward",),
+    ),
+)  # fmt: skip
+BY_NAME = {family.block.name: family for family in FAMILIES}
+BF16, F32 = torch.bfloat16, torch.float32
+
+# The shapes that the targets name: (rows, columns) of the norms' backward, and the few long rows of a vocabulary.
+BACKWARDS = ((8192, 8192), (2048, 8192), (32768, 4096), (16384, 16384))
+VOCABULARY = ((16, 131072), (64, 131072))
+CENTRAL, WIDE = 4096, 32768
+
+
+def _named() -> list[Case]:
+    """What the targets name."""
+    norms = [Case(BY_NAME[n], s[1], s, BF16, "backward", 0) for s in BACKWARDS for n in ("rms_norm", "layer_norm")]
+    few = [Case(BY_NAME["softmax"], s[1], s, BF16, "forward", 0) for s in VOCABULARY]
+    return [*norms, *few]
+
+
+def _tier(family: Family, length: int, dtype: torch.dtype, pass_: str) -> int:
+    """1: the middle of every family; 2: bfloat16 over N; 3: its backwards over N; 4: float32."""
+    central = (CENTRAL, WIDE) if CENTRAL in family.lengths else family.lengths[:1]
+    if length in central and dtype is BF16:
+        return 1
+    return 4 if dtype is F32 else 2 if pass_ == "forward" else 3
+
+
+def _all() -> list[Case]:
+    swept = [
+        Case(family, n, family.sizes(n), dtype, pass_, _tier(family, n, dtype, pass_))
+        for dtype in (BF16, F32) for family in FAMILIES for n in family.lengths for pass_ in family.passes
+    ]  # fmt: skip
+    return sorted([*_named(), *swept], key=lambda case: case.tier)  # stable: a family's sizes stay together
+
+
+CASES: list[Case] = _all()
+
+
+def smallest() -> list[Case]:
+    """One case of each family, pass and dtype: what the interpreter runs, at the small shapes."""
+    first: dict[tuple[str, str, torch.dtype], Case] = {}
+    for case in CASES:
+        first.setdefault((case.name, case.pass_, case.dtype), case)
+    return list(first.values())

@@ -1,0 +1,292 @@
+"""Every reduction template: right numbers through the interpreter against float64, and machine code for an H100 that reads once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusejit
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def wide(t):
+    return t.detach().double().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+
+def results(f, args, tangents=None):
+    """Outputs, then gradients of the inputs that want one."""
+    inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    out = f(*args)
+    out = list(out) if isinstance(out, tuple) else [out]
+    if not inputs:
+        return out
+    made = [o for o in out if o.requires_grad]
+    given = [torch.ones_like(o) if tangents is None else t.to(o.dtype) for o, t in zip(made, tangents or made, strict=True)]
+    return [o.detach() for o in out] + list(torch.autograd.grad(made, inputs, given))
+
+
+def compare(f, args, tangents=None):
+    """Fused results are as near float64 as twice eager's, plus 2 ulp of the largest value; NaN and infinity stand where eager has them."""
+    jitted = fusejit.jit(f, backend="interpret")
+    fused, eager = results(jitted, args, tangents), results(f, args, tangents)
+    exact = results(f, [wide(a) for a in args], tangents)
+    for one, two, right in zip(fused, eager, exact, strict=True):
+        assert one.shape == two.shape and one.dtype == two.dtype and one.stride() == two.stride()
+        if not one.is_floating_point():
+            assert torch.equal(one, two)
+            continue
+        assert torch.equal(one.isnan(), two.isnan()) and torch.equal(one.isinf(), two.isinf())
+        top = right.nan_to_num(0, 0, 0).abs().max().item() if right.numel() else 0.0
+        error, allowed = ((t.double() - right).nan_to_num(0, 0, 0).abs().max().item() if t.numel() else 0.0 for t in (one, two))
+        assert error <= 2 * allowed + 2 * torch.finfo(one.dtype).eps * top, f"{error} against eager's {allowed}, values up to {top}"
+    return jitted
+
+
+def forward_templates(jitted, *args):
+    return [k.template for k in jitted.program(*args).kernels]
+
+
+def for_h100(f, *args):
+    return fusejit.compile_for(f, args, target="sm_90").kernels
+
+
+def meta(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype)
+
+
+# -- mixed: rows and columns of one read ------------------------------------------------------------------------------------------------
+def layer_norm(x, w, b):
+    return F.layer_norm(x, (x.shape[-1],), w, b)
+
+
+def rms_norm(x, w):
+    return F.rms_norm(x, (x.shape[-1],), w)
+
+
+def softmax_with_bias(x, b):
+    return (x + b).softmax(-1)
+
+
+def row_and_column(x, y):
+    return (x * y).sum(-1), (x * y).sum(0), (x.abs() * y).amax(0)
+
+
+def column_of_a_row_result(x):
+    y = x - x.amax(-1, keepdim=True)
+    return y, y.sum(0)
+
+
+def norm_backward(dy, x, w, mean, rstd, b):
+    return torch.ops.aten.native_layer_norm_backward(dy, x, [x.shape[-1]], mean, rstd, w, b, [True, True, True])
+
+
+def rms_backward(dy, x, w, rstd):
+    grad = (dy * w).float()
+    normed = x.float() * rstd
+    dx = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * rstd
+    return dx.to(x.dtype), (dy.float() * normed).sum(0).to(w.dtype)
+
+
+MIXED = [
+    (layer_norm, (600, 64), F32), (layer_norm, (2, 151, 20), F32), (layer_norm, (601, 37), BF16), (layer_norm, (257, 1), F32),
+    (rms_norm, (301, 37), F32), (rms_norm, (270, 1023), F32), (rms_norm, (2, 301, 20), F16), (softmax_with_bias, (301, 65), F32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("f, shape, dtype", MIXED, ids=str)
+def test_rows_and_columns_of_one_read(f, shape, dtype):
+    weights = 2 if f is layer_norm else 1
+    args = [torch.randn(shape), *(torch.randn(shape[-1]) for _ in range(weights))]
+    args = [a.to(dtype).requires_grad_() for a in args]
+    jitted = compare(f, args, [torch.randn(shape).to(dtype)])
+    if shape[-1] > 1 and dtype is F32:
+        report = jitted.explain(*args)
+        assert report.backward.launches <= 3
+
+
+@pytest.mark.parametrize("f", [row_and_column, column_of_a_row_result])
+def test_a_row_result_may_feed_the_columns(f):
+    x, y = torch.randn(401, 65), torch.randn(401, 65)
+    args = (x, y) if f is row_and_column else (x,)
+    jitted = compare(f, args)
+    assert forward_templates(jitted, *args)[0] == "reduction_mixed"
+
+
+def test_rows_that_need_the_columns_stay_apart():
+    jitted = compare(lambda x: (x - x.sum(0)).softmax(-1), (torch.randn(600, 48),))
+    assert "reduction_mixed" not in forward_templates(jitted, torch.randn(600, 48))
+
+
+def test_the_columns_of_a_strided_input_and_of_nan():
+    x = torch.randn(700, 128)[:, ::2]
+    compare(row_and_column, (x, torch.randn(700, 64)))
+    x = torch.randn(700, 64)
+    x[3, 5], x[9, 1], x[11, 7] = float("nan"), float("inf"), -float("inf")
+    compare(row_and_column, (x, torch.ones(700, 64)))
+
+
+def test_mixed_is_deterministic():
+    x, y = torch.randn(401, 65), torch.randn(401, 65)
+    jitted = fusejit.jit(row_and_column, backend="interpret")
+    assert all(torch.equal(a, b) for a, b in zip(jitted(x, y), jitted(x, y), strict=True))
+
+
+@pytest.mark.parametrize("rows, columns", [(8192, 8192), (2048, 8192), (32768, 4096), (16384, 16384), (8192, 1000), (8192, 4097)])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norm_backward_reads_x_and_dy_once(norm, rows, columns):
+    """The rows and columns of norm backward, for an H100: two launches, x and dy read once, no spills."""
+    x, w, row = meta(rows, columns), meta(columns), meta(rows, 1, dtype=F32)
+    mixed, small = for_h100(norm_backward, x, x, w, row, row, w) if norm == "layer_norm" else for_h100(rms_backward, x, x, w, row)
+    assert mixed.template == "reduction_mixed" and mixed.grid[0] >= 132
+    assert mixed.bytes_read <= 2 * 2 * rows * columns + 2 * columns + 8 * rows
+    sums = 2 if norm == "layer_norm" else 1
+    assert mixed.bytes_written == 2 * rows * columns + sums * 4 * mixed.grid[0] * columns
+    assert small.bytes_read == sums * 4 * mixed.grid[0] * columns
+    assert mixed.n_spills == small.n_spills == 0
+    assert mixed.wide_loads >= 2 or columns % 8
+
+
+def test_mixed_is_refused_where_partial_results_cost_more():
+    """160 rows: 132 programs would write almost as much as they save."""
+    x = meta(160, 4096)
+    kernels = for_h100(rms_backward, x, x, meta(4096), meta(160, 1, dtype=F32))
+    assert "reduction_mixed" not in [k.template for k in kernels]
+
+
+# -- split: few rows, long ones ---------------------------------------------------------------------------------------------------------
+LONG = 40_000
+FEW_ROWS = {
+    "softmax": (lambda x: x.softmax(-1), 3),
+    "log_softmax": (lambda x: x.log_softmax(-1), 3),
+    "logsumexp": (lambda x: x.logsumexp(-1), 2),
+    "argmax": (lambda x: x.argmax(-1), 2),
+    "max": (lambda x: tuple(x.max(-1)), 2),
+    "var_mean": (lambda x: torch.var_mean(x, -1), 2),
+    "var": (lambda x: x.var(-1), 2),
+    "layer_norm": (lambda x: F.layer_norm(x, x.shape[-1:]), 3),
+    "share": (lambda x: x / x.sum(), 3),
+    "norm": (lambda x: x.norm(dim=-1), 2),
+    "softmax_of_softmax": (lambda x: (x.softmax(-1) * 100).softmax(-1), 5),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_few_long_rows_take_steps_that_fill_the_device(name, dtype):
+    """An even number of pieces takes one pass to reduce, whatever follows what: a softmax is three launches."""
+    f, launches = FEW_ROWS[name]
+    x = (torch.randn(3, LONG) + (30 if name in ("var_mean", "layer_norm") else 0)).to(dtype)
+    jitted = compare(f, (x,))
+    assert jitted.program(x).launches <= launches
+
+
+@pytest.mark.parametrize("name", ["softmax", "argmax", "var_mean", "norm"])
+def test_a_row_that_no_piece_divides(name):
+    """40,009 is a prime: the last piece is shorter, and nothing behind the end of a row is read or counted."""
+    f, _ = FEW_ROWS[name]
+    jitted = compare(f, (torch.randn(2, 40_009) - 5,))
+    assert jitted.program(torch.randn(2, 40_009)).kernels[0].grid[0] > 16
+
+
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "argmax", "var"])  # eager's mean of a row of -inf is NaN
+def test_pieces_of_infinity_and_nan(name):
+    f, _ = FEW_ROWS[name]
+    x = torch.randn(5, LONG)
+    x[0], x[1, 5], x[2, 7], x[3, 9000:] = -float("inf"), float("nan"), float("inf"), -float("inf")
+    compare(f, (x,))
+
+
+def test_ties_go_to_the_first_place():
+    x = torch.zeros(2, LONG)
+    x[0, [700, 30_000, 39_999]] = 4.0
+    assert fusejit.jit(lambda x: x.argmax(-1), backend="interpret")(x).tolist() == [700, 0]
+
+
+def test_a_mean_far_from_zero_keeps_its_variance():
+    compare(FEW_ROWS["var_mean"][0], (torch.randn(2, LONG) + 1e4,))
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_softmax_of_few_rows_for_h100(rows):
+    pieces, whole, rest = for_h100(FEW_ROWS["softmax"][0], meta(rows, 131_072))
+    assert pieces.grid[0] >= 132 and rest.grid[0] >= 132 and not max(k.n_spills for k in (pieces, whole, rest))
+    assert pieces.bytes_read == rest.bytes_written == 2 * rows * 131_072
+    assert pieces.wide_loads and rest.wide_loads and rest.wide_stores
+
+
+# -- looped: rows that registers do not hold --------------------------------------------------------------------------------------------
+@pytest.fixture
+def looped(monkeypatch):
+    """Every row reduction is looped over, in tiles of 256 columns, and none is split."""
+    from fusejit.codegen import schedule, split
+    from fusejit.codegen.cost import Schedule
+
+    def tiles(cluster, device):
+        return [Schedule("reduction_looped", (("XBLOCK", 2), ("RBLOCK", 256)), 4)]
+
+    rows = [t for t in schedule.TEMPLATES if t.name not in ("reduction_persistent", "reduction_looped")]
+    every = schedule.Template("reduction_looped", lambda cluster: bool(cluster.reduce), tiles)
+    monkeypatch.setattr(schedule, "TEMPLATES", (rows[0], every, *rows[1:]))
+    monkeypatch.setattr(split, "_length", lambda *args: 0)
+
+
+LOOPED = [*FEW_ROWS, "batch_norm"]
+
+
+@pytest.mark.parametrize("columns", [1024, 1023], ids=str)
+@pytest.mark.parametrize("name", LOOPED)
+def test_a_looped_row(looped, name, columns):
+    """The maximum and the sum about it, or a mean and the squares about it, come from one pass over the row."""
+    if name == "batch_norm":
+        w, b = torch.randn(6), torch.randn(6)
+        compare(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), (torch.randn(3, 6, columns), w, b))
+        return
+    f, _ = FEW_ROWS[name]
+    x = torch.randn(5, columns) + (30 if name in ("var_mean", "layer_norm") else 0)
+    jitted = compare(f, (x,))
+    passes = jitted.program(x).kernels[0].source.count("for start in")
+    assert passes == {"softmax_of_softmax": 4, "softmax": 2, "log_softmax": 2, "layer_norm": 2, "share": 2}.get(name, 1)
+
+
+@pytest.mark.parametrize("name", ["softmax", "logsumexp", "log_softmax", "var"])
+def test_a_looped_row_of_infinity_and_nan(looped, name):
+    f, _ = FEW_ROWS[name]
+    x = torch.randn(6, 2000)
+    x[0], x[1, 5], x[2, 7], x[3, 300:], x[4, :600] = -float("inf"), float("nan"), float("inf"), -float("inf"), -float("inf")
+    compare(f, (x,))
+
+
+@pytest.mark.parametrize("case", ["far", "outlier", "two levels"])
+def test_a_looped_variance_loses_nothing(looped, case):
+    x = torch.randn(4, 5000)
+    x = {"far": x + 1e4, "outlier": x.index_fill(1, torch.tensor(0), 1e4), "two levels": x + torch.arange(5000) / 50}[case]
+    compare(FEW_ROWS["var_mean"][0], (x,))
+
+
+# -- for an H100: every norm and softmax ------------------------------------------------------------------------------------------------
+ROWS = [(131_072, 256), (8192, 8192), (2048, 32_768), (512, 131_072)]
+
+
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+@pytest.mark.parametrize("name", ["softmax", "layer_norm"])
+def test_rows_for_h100(name, shape):
+    """One kernel that reads and writes everything once, 16 bytes at a time, without spills, and with programs for 132 multiprocessors."""
+    rows, columns = shape
+    f = FEW_ROWS["softmax"][0] if name == "softmax" else layer_norm
+    args = (meta(*shape),) if name == "softmax" else (meta(*shape), meta(columns), meta(columns))
+    (k,) = for_h100(f, *args)
+    assert k.bytes_written == 2 * rows * columns and k.bytes_read == 2 * rows * columns + (4 * columns if name == "layer_norm" else 0)
+    assert k.n_spills == 0 and k.grid[0] >= 132 and k.wide_loads and k.wide_stores
+    passes = 1 if columns <= 32_768 else 2
+    assert k.source.count("tl.load(in0 ") == passes + (name == "layer_norm" and passes == 2)  # a mean begins near its first tile's
+
+
+@pytest.mark.parametrize("columns", [1023, 4097, 50_257])
+def test_odd_rows_for_h100(columns):
+    """Rows that begin at odd addresses have no 16-byte loads (a peeled head would need another one for each row), and no spills."""
+    (k,) = for_h100(FEW_ROWS["softmax"][0], meta(1024, columns))
+    assert k.n_spills == 0 and k.wide_loads == 0
+    (flat,) = for_h100(lambda x: x * 2, meta(1024, columns))
+    assert flat.wide_loads and flat.wide_stores  # a pointwise kernel is one axis, odd rows or not
