@@ -16,7 +16,7 @@ ORDER = [
     *("codegen/views", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
     *("codegen/fuse", "codegen/schedule"),
     *("codegen/split", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
-    *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
+    *("capture/", "capture/lines", "capture/names", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/launch", "runtime/eager"),

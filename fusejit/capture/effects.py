@@ -10,13 +10,13 @@ attribute, container or global it changed, put back and reported (`Recorder.rest
 
 Reads are seen by replacing `__getattribute__` of `nn.Module`, and of the class of every plain object that is reached, while
 the capture lasts; globals by looking at the code of each user function that runs. Other threads see the originals' behaviour.
-Not seen: class attributes that are written, `obj.__dict__[...]` of a module, containers nested deeper than `DEPTH`.
+Also read, in the functions and classes that are reached: code, defaults, attributes and special methods. Not seen: class attributes that
+are written or reached through `type(obj)`, `obj.__dict__[...]` of a module, containers nested deeper than `DEPTH`, `os.environ`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dis
 import functools
 import sys
 import threading
@@ -31,6 +31,7 @@ import torch
 
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
+from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
 
 DEPTH = 4
 """How deep lists, tuples, dicts and sets are followed and compared."""
@@ -52,7 +53,7 @@ REFUSED_CALLS: dict[Any, str] = {print: "print", input: "input"}
 class Read:
     """One value that the capture read.
 
-    `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell.
+    `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell, call (`table()`).
     """
 
     how: str
@@ -88,28 +89,6 @@ def freeze(value: Any, depth: int = DEPTH, before: Mapping[int, Any] = MappingPr
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
     return [freeze(item, depth - 1, before) for item in value]
-
-
-@functools.cache
-def global_names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the attribute chains rooted at globals that a code object loads, and the globals that it stores."""
-    loads: dict[tuple[str, ...], None] = {}
-    stores: dict[str, None] = {}
-    chain: tuple[str, ...] = ()
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            chain = (step.argval,)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
-            chain = (*chain, step.argval)
-        elif step.opname in ("CACHE", "PRECALL", "EXTENDED_ARG"):
-            continue
-        else:
-            chain = ()
-            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                stores[step.argval] = None
-        if chain:
-            loads[chain] = None
-    return tuple(loads), tuple(stores)
 
 
 class Recorder:
@@ -164,13 +143,23 @@ class Recorder:
         missing: Any = getattr(cls, "__getattr__", None)
 
         def getattribute(obj: Any, name: str) -> Any:
-            value = get(obj, name)
+            try:
+                value = get(obj, name)
+            except AttributeError:
+                if missing is None and ident() == recorder.owner:
+                    recorder.note_absent(obj, name)
+                raise
             if ident() == recorder.owner and not recorder.silent and not name.startswith("__"):
                 recorder.note(obj, name, value)
             return value
 
         def getattr_missing(obj: Any, name: str) -> Any:
-            value = missing(obj, name)
+            try:
+                value = missing(obj, name)
+            except AttributeError:
+                if ident() == recorder.owner:
+                    recorder.note_absent(obj, name)
+                raise
             if ident() == recorder.owner and not recorder.silent:
                 recorder.note_missing(obj, name, value)
             return value
@@ -199,7 +188,7 @@ class Recorder:
                 differentiable = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
                 if differentiable:
                     name = f"{cls.__name__} (a torch.autograd.Function)"
-                    raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here())
+                    raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here(), False)
             return original(cls, *args, **kwargs)
 
         self.replace(torch.autograd.Function, "apply", classmethod(apply))
@@ -212,7 +201,8 @@ class Recorder:
                 return
             self.codes.add(code)
             if kind(code.co_filename) != "torch":
-                self.scan(code, frame.f_globals)
+                names = frame.f_locals if code.co_freevars else {}
+                self.scan(code, frame.f_globals, {name: names[name] for name in code.co_freevars if name in names})
         elif event == "c_call" and type(arg) is types.BuiltinFunctionType and arg in REFUSED_CALLS and not self.silent:
             if kind(frame.f_code.co_filename) == "torch":
                 return
@@ -264,14 +254,39 @@ class Recorder:
 
     def note_class(self, obj: Any, table: dict[str, Any], name: str) -> None:
         """Record that `name` came from the object's class, and that the object has none of its own."""
-        for cls in type(obj).__mro__:
+        order = type(obj).__mro__
+        for place, cls in enumerate(order):
             if name in cls.__dict__:
                 users = not cls.__module__.startswith("torch.") and cls is not object
                 if users or name == "forward":
                     self.add("absent", table, name, None)
                 if users:
-                    self.add("item", cls.__dict__, name, cls.__dict__[name])
+                    self.add("item", class_table(cls), name, cls.__dict__[name])
+                for nearer in order[:place]:
+                    if users_class(nearer):
+                        self.add("absent", class_table(nearer), name, None)
                 return
+
+    def note_special(self, cls: type) -> None:
+        """Record the special methods of a user's class (`__call__`, `__getitem__`, ...), which Python looks up past `__getattribute__`."""
+        for owner in filter(users_class, cls.__mro__):
+            for name, value in list(owner.__dict__.items()):
+                if name.startswith("__") and type(value) is types.FunctionType and name not in ("__init__", "__new__"):
+                    self.add("item", class_table(owner), name, value)
+
+    def note_absent(self, obj: Any, name: str) -> None:
+        """Record that an object has no attribute `name`, which the function asked for (`hasattr`, `getattr` with a default)."""
+        if self.silent or name.startswith("__") or id(obj) in self.ignored:
+            return
+        self.silent += 1
+        try:
+            table = getattr(obj, "__dict__", None)
+            if type(table) is dict:
+                sections = [table[section] for section in TABLES if section in table] if isinstance(obj, torch.nn.Module) else []
+                for holder in (table, *sections, *[class_table(cls) for cls in type(obj).__mro__ if users_class(cls)]):
+                    self.add("absent", holder, name, None)
+        finally:
+            self.silent -= 1
 
     def note_missing(self, obj: Any, name: str, value: Any) -> None:
         """Record a read that went through `__getattr__`: a module's parameter, buffer or submodule, or a class's own rule."""
@@ -287,24 +302,37 @@ class Recorder:
         finally:
             self.silent -= 1
 
-    def scan(self, code: types.CodeType, scope: dict[str, Any]) -> None:
-        """Record the globals that a code object loads, and what they hold now for those that it stores."""
+    def scan(self, code: types.CodeType, scope: dict[str, Any], free: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Record the globals that a code object loads (`free`: its closure variables), and what those hold now that it stores."""
         self.silent += 1
         try:
             loads, stores = global_names(code)
             for name in stores:
                 self.stores.setdefault((id(scope), name), (scope, name, scope.get(name, MISSING)))
             for *path, name in loads:
-                table: Any = scope
+                table: Any = free if (path or [name])[0] in free else scope
+                holder: Any = None
                 for part in path:
-                    holder = table.get(part, MISSING)
-                    table = holder.__dict__ if followable(holder) else {}
-                if name in table:
-                    value = table[name]
-                    if not (isinstance(value, types.ModuleType) and kind(getattr(value, "__file__", None) or "<user>") == "torch"):
-                        self.add("item", table, name, value)
+                    holder = table.get(part, MISSING) if isinstance(table, Mapping) else getattr(table, part, MISSING)
+                    table = holder if isinstance(holder, types.ModuleType) else class_table(holder) if followable(holder) else {}
+                if table is not free:
+                    self.scan_name(table, name)
         finally:
             self.silent -= 1
+
+    def scan_name(self, table: Any, name: str) -> None:
+        """Record one name: of a scope, a class or a module."""
+        if isinstance(table, types.ModuleType):
+            if torch_state(table) and hasattr(table, name) and type(getattr(table, name)) in LEAVES:
+                self.add("attribute", table, name, getattr(table, name))
+            value = vars(table).get(name)
+            if type(value) is types.FunctionType and value in STATE:
+                self.add("call", value, name, value())
+            table = vars(table) if followable(table) else {}
+        if name in table:
+            value = table[name]
+            if not (isinstance(value, types.ModuleType) and kind(getattr(value, "__file__", None) or "<user>") == "torch"):
+                self.add("item", table, name, value)
 
     # Following values.
 
@@ -316,15 +344,15 @@ class Recorder:
         self.watched[id(value)] = value
         if isinstance(value, torch.nn.Module):
             self.snapshot_object(value)
+            self.note_special(kind_of)
         elif kind_of is types.FunctionType:
             self.watch_function(value)
         elif kind_of is types.MethodType:
             self.watch(value.__self__)
             self.watch(value.__func__)
         elif kind_of is functools.partial:
-            self.watch(value.func)
-            self.watch(value.args)
-            self.watch(value.keywords)
+            for name in ("func", "args", "keywords"):
+                self.add("attribute", value, name, getattr(value, name))
         elif isinstance(value, CONTAINERS):
             self.watch_container(value, depth)
         elif not isinstance(value, (type, torch.Tensor, types.ModuleType, types.BuiltinFunctionType)):
@@ -332,19 +360,21 @@ class Recorder:
 
     def watch_function(self, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue
-            self.cells.append((cell, value))
-            self.add("cell", cell, name, value)
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.watch(default)
-        if hasattr(function, "__wrapped__"):
-            self.watch(function.__wrapped__)
+            if full(cell):
+                self.cells.append((cell, cell.cell_contents))
+                self.add("cell", cell, name, cell.cell_contents)
+        if kind(function.__code__.co_filename) == "user":
+            self.keep(vars(function), function.__name__)
+            self.add("attribute", function, "__code__", function.__code__)
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, name):
+                self.add("attribute", function, name, getattr(function, name))
+        for name, value in list(vars(function).items()):
+            self.add("item", vars(function), name, value)
         if not self.profiling and kind(function.__code__.co_filename) != "torch" and function.__code__ not in self.codes:
             self.codes.add(function.__code__)
-            self.scan(function.__code__, function.__globals__)
+            cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+            self.scan(function.__code__, function.__globals__, {name: cell.cell_contents for name, cell in cells if full(cell)})
 
     def watch_container(self, value: Any, depth: int) -> None:
         if isinstance(value, (list, dict, set, deque)):
@@ -367,6 +397,7 @@ class Recorder:
                 return  # Python's own objects (loggers, locks): not state of a model
             if hasattr(value, "__dict__"):
                 self.snapshot_object(value)
+            self.note_special(cls)
             known = any(base is other for other, name, _ in self.patched for base in cls.__mro__ if name == "__getattribute__")
             if not known and not self.patch(cls) and type(getattr(value, "__dict__", None)) is dict:
                 for name, item in list(vars(value).items()):
@@ -430,31 +461,8 @@ class _Missing:
 
 
 MISSING = _Missing()
-LEAVES = frozenset(
-    {
-        int,
-        float,
-        bool,
-        str,
-        bytes,
-        complex,
-        type(None),
-        torch.Tensor,
-        torch.nn.Parameter,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        range,
-        slice,
-    }
-)
-
-
-def followable(value: Any) -> bool:
-    """Whether attributes of a global are followed by name: the user's modules and classes."""
-    if isinstance(value, types.ModuleType):
-        return kind(getattr(value, "__file__", None) or "<user>") != "torch"
-    return isinstance(value, type) and kind(getattr(sys.modules.get(value.__module__), "__file__", None) or "<user>") != "torch"
+LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter,
+                    torch.dtype, torch.device, torch.Size, range, slice})  # fmt: skip
 
 
 def same_items(holder: Any, before: Any) -> bool:
@@ -462,7 +470,7 @@ def same_items(holder: Any, before: Any) -> bool:
     if len(holder) != len(before):
         return False
     if isinstance(holder, dict):
-        return all(holder.get(name, MISSING) is value for name, value in before.items())
+        return all(dict.get(holder, name, MISSING) is value for name, value in dict.items(before))
     if isinstance(holder, set):
         return bool(holder == before)
     return all(one is other for one, other in zip(holder, before))

@@ -126,11 +126,11 @@ class Guards:
     Attributes:
         lifted: `lifted(leaves) -> list of tensors | None`.
         source: its Python text, for explain().
-        count: number of conditions.
+        count: number of conditions. writer: what wrote them, to say later which one failed (see reasons.py).
     """
 
     def __init__(self, captured: Captured) -> None:
-        writer = Writer(captured)
+        self.writer = writer = Writer(captured)
         self.source, scope = writer.write()
         self.count = writer.count
         exec(compile(self.source, f"<guards of {captured.name or 'function'}>", "exec"), scope)
@@ -147,6 +147,8 @@ class Writer:
         self.names: dict[int, str] = {}
         self.count = 0
         self.conditions: list[str] = []
+        self.guarded: list[tuple[str, Read]] = []
+        self.keys = [tensor_key(value) for value in captured.lifted]
 
     def pin(self, value: Any) -> str:
         """Return the name under which the function knows an object."""
@@ -162,6 +164,8 @@ class Writer:
             return f"{self.pin(read.table)}[{read.section!r}][{read.name!r}]"
         if read.how == "cell":
             return f"{self.pin(read.table)}.cell_contents"
+        if read.how == "call":
+            return f"{self.pin(read.table)}()"
         if read.how == "attribute":
             return f"{self.pin(read.table)}.{read.name}" if read.name.isidentifier() else f"getattr({self.pin(read.table)}, {read.name!r})"
         return f"{self.pin(read.table)}[{read.name!r}]"
@@ -192,9 +196,12 @@ class Writer:
         arguments = {id(value): index for value, index in captured.same}
         for read in recorder.reads.values():
             if id(read.value) in arguments and isinstance(read.value, Tensor):
-                self.conditions.append(f"{self.expression(read)} is leaves[{captured.positions[arguments[id(read.value)]]}]")
-            elif (text := self.condition(read)) is not None:
+                text: str | None = f"{self.expression(read)} is leaves[{captured.positions[arguments[id(read.value)]]}]"
+            else:
+                text = self.condition(read)
+            if text is not None:
                 self.conditions.append(text)
+                self.guarded.append((text, read))
         lines = ["def check(leaves):", "    try:"]
         for start in range(0, len(self.conditions), 16):
             lines.append(f"        if not ({' and '.join(self.conditions[start : start + 16])}): return None")
