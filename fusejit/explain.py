@@ -50,7 +50,8 @@ class Report:
         bytes_eager: their sum; bytes_fused: that kernels and extern calls move here;
         bytes_minimum: every input of the forward and of the backward read once and every result written once.
         compile_ms: milliseconds by stage; "forward.render" and the like are parts of "forward".
-        effects: attribute writes that capture put back.
+        effects: attribute writes that capture put back. why: what made this specialisation necessary.
+        graphs: where a call is cut into several graphs, the report of each, in the order in which they run; empty otherwise.
     """
 
     name: str
@@ -63,6 +64,8 @@ class Report:
     bytes_minimum: int
     compile_ms: dict[str, float]
     stages: dict[str, Any]
+    why: str = ""
+    graphs: tuple[Report, ...] = ()
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -91,6 +94,8 @@ class Report:
     def __str__(self) -> str:
         moved = f"{_bytes(self.bytes_fused)} moved (eager {_bytes(self.bytes_eager)}, minimum {_bytes(self.bytes_minimum)})"
         lines = [f"{self.name} on backend {self.backend}: {self.launches} kernel launches, {len(self.externs)} extern calls, {moved}"]
+        if self.graphs:
+            lines[0] += f", in {len(self.graphs)} graphs"
         for title, half in (("forward", self.forward), ("backward", self.backward)):
             if half.kernels or half.externs:
                 lines += [f"  {title}", *(f"    {line}" for line in _half(half))]
@@ -134,7 +139,34 @@ def report(found: Specialisation, name: str) -> Report:
     return Report(
         name=name, backend=found.backend, forward=_program(found.forward), backward=_program(backward), fallbacks=tuple(found.fallbacks),
         effects=tuple(found.effects), eager=_eager(found), bytes_minimum=_bytes_minimum(found, backward),
-        compile_ms=found.stages_ms, stages=dict(found.record),
+        compile_ms=found.stages_ms, stages=dict(found.record), why=found.why,
+    )  # fmt: skip
+
+
+def joined(parts: Sequence[Report], name: str) -> Report:
+    """Return the report of a call that is cut into several graphs: sums, and each graph's own report."""
+    if len(parts) == 1:
+        return parts[0]
+    compile_ms: dict[str, float] = {}
+    for part in parts:
+        for stage, spent in part.compile_ms.items():
+            compile_ms[stage] = compile_ms.get(stage, 0.0) + spent
+    graphs = tuple(part for part in parts if part.stages.get("capture") is not None)
+    backends = dict.fromkeys(part.backend for part in graphs)
+    return Report(
+        name=name, backend=", ".join(backends) or "eager", forward=_together([part.forward for part in parts]),
+        backward=_together([part.backward for part in parts]), fallbacks=tuple(row for part in parts for row in part.fallbacks),
+        effects=tuple(row for part in parts for row in part.effects), eager=tuple(row for part in parts for row in part.eager),
+        bytes_minimum=sum(part.bytes_minimum for part in parts), compile_ms=compile_ms, graphs=graphs, why=parts[0].why if parts else "",
+        stages={f"graph {number}.{stage}": value for number, part in enumerate(graphs) for stage, value in part.stages.items()},
+    )  # fmt: skip
+
+
+def _together(halves: Sequence[Half]) -> Half:
+    return Half(
+        tuple(kernel for half in halves for kernel in half.kernels), sum(half.launches for half in halves),
+        tuple(call for half in halves for call in half.externs), tuple(pair for half in halves for pair in half.unfused),
+        sum(half.bytes_fused for half in halves),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .bytecode import jit_function
 from .function import CacheInfo, JitFunction
 from .specialise import Settings, Specialisation
 
@@ -43,7 +44,7 @@ class JitModule(torch.nn.Module):
         known = FUNCTIONS.setdefault(module, {})
         function = known[settings]() if settings in known else None
         if function is None:
-            function = JitFunction(module, settings)
+            function = jit_function(module, settings)
             known[settings] = weakref.ref(function)
         own["_fusejit_function"] = function
         own["_fusejit_settings"] = settings

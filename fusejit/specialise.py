@@ -47,6 +47,12 @@ class Settings:
     target: str | None = None
 
 
+def check(name: str, value: Any, choices: tuple) -> None:
+    """Refuse an option that is none of its choices, by listing them; True is not 1 here."""
+    if not any(value is choice or type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+
+
 @dataclass(frozen=True, slots=True)
 class Fallback:
     """Something that runs in eager (or through torch's own wrappers) instead of compiled, and why."""
@@ -69,6 +75,7 @@ class Specialisation:
         backend: what runs it; record: stage name to value; compile_ms: milliseconds by stage.
         forward: the forward Program, or None; fallbacks, effects: see there.
         differentiable: for each input of the graph, whether it requires grad.
+        why: what made it necessary (see capture/reasons.py); through: what reads the function by its bytecode instead, or None.
     """
 
     backend: str
@@ -84,6 +91,8 @@ class Specialisation:
     guards: Guards | None = None
     pins: Any = None
     differentiable: tuple[bool, ...] = ()
+    why: str = ""
+    through: Any = None
 
     @property
     def backward(self) -> Any:
@@ -127,6 +136,32 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
         return found
     compile_into(found, tensors, settings)
     return found
+
+
+def eager_specialisation(error: Unsupported, name: str, receiver: Any, leaves: list[Any]) -> Specialisation:
+    """What remembers that a call runs as plain Python, guarded by what the failed capture had read."""
+    lifted: Callable[[list[Any]], Any] = lambda leaves: []  # noqa: E731
+    recorder, guards = getattr(error, "recorder", None), None
+    if recorder is not None:
+        empty = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
+        guards = Guards(Captured(empty, (), (), (), None, [], [], recorder, name))
+        lifted = guards.lifted
+    found = Specialisation("eager", lifted, guards=guards, pins=(receiver, leaves_without_tensors(leaves)))
+    found.fallbacks.append(Fallback(error.op, error.reason, error.line))
+    return found
+
+
+def refusal(error: Unsupported, name: str) -> BaseException:
+    """The error that `fullgraph=True` raises: torch's own where the call itself is wrong, `CaptureError` otherwise."""
+    cause = error.__cause__
+    if cause is not None and type(cause) in (RuntimeError, IndexError, TypeError, ValueError):
+        if error.line:
+            cause.add_note(f"while capturing {name!r} at {error.line}")
+        return cause
+    where = f" ({error.line})" if error.line else ""
+    made = CaptureError(f"cannot capture {name!r}{where}: {error.op}: {error.reason}")
+    made.__cause__ = error
+    return made
 
 
 def leaves_without_tensors(leaves: list[Any]) -> list[Any]:

@@ -17,10 +17,11 @@ ORDER = [
     *("codegen/fuse", "codegen/schedule"),
     *("codegen/split", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/names", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
+    *("capture/reasons", "capture/bytecode"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/launch", "runtime/eager"),
-    *("compile", "specialise", "explain", "function", "module", "jit", "blocks", "bench", "cli", "__main__"),
+    *("compile", "specialise", "explain", "backend", "function", "bytecode", "module", "jit", "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 
 FILES = sorted(ROOT.rglob("*.py"))

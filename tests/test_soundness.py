@@ -23,7 +23,7 @@ from torch import nn
 from fusejit import jit
 
 MUTATIONS: dict[str, Callable] = {}
-MODES = ("ast", "trace")
+MODES = ("ast", "trace", "bytecode")
 
 
 def mutation(make: Callable) -> Callable:

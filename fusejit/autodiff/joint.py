@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..capture.trace import LOCK
 from .bridge import Differentiable
 from .partition import partition
 
@@ -196,9 +197,10 @@ def build(
     with stack, capture_quietly(), torch.inference_mode(False), torch.set_grad_enabled(grad):
         given = fake_inputs([*inputs, *constants])
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(given[0].fake_mode)) if given else contextlib.nullcontext())  # type: ignore[attr-defined]
-        joint = aot_export_joint_with_descriptors(
-            stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
-        )
+        with LOCK:  # torch marks a running trace in a global that other threads' traces would spoil
+            joint = aot_export_joint_with_descriptors(
+                stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
+            )
         built = route(joint, given, compiler)
     if constants:
         built.run = with_constants(built.run, constants)

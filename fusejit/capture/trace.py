@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import CaptureError, Unsupported
 from . import tree
 from .effects import Effect, Recorder
-from .lines import error_line, frame_entry, frame_line, raised_by_user, user_frame
+from .lines import error_line, frame_entry, raised_by_user, shorten, user_frame
 
 Tensor = torch.Tensor
 LOCK = threading.RLock()
@@ -99,6 +99,11 @@ def recorder() -> Recorder:
     return LOCAL.recorder
 
 
+def entry_of(frame: Any) -> str:
+    """The traceback entry of an op: of the user's frame, or the one that a graph which is traced again knows (see bytecode.py)."""
+    return getattr(LOCAL, "entry", "") or frame_entry(frame)
+
+
 # Functions of torch that a graph cannot repeat: what the user calls them.
 T: Any = torch.Tensor
 VALUE = "reads the values of a tensor, which are not known while capturing"
@@ -149,10 +154,10 @@ class Tracing(TorchFunctionMode):
         frame = user_frame(sys._getframe(1), self.stop)
         if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None):
             op, reason = REFUSED[func]
-            raise Unsupported(op, f"{reason}; {WAY_OUT}", frame_line(frame))
+            raise Unsupported(op, f"{reason}; {WAY_OUT}", shorten(entry_of(frame)))
         if torch._C._functorch.maybe_current_level() is not None and not self.plain and not keeps_count(func):
             raise Retrace
-        fx_traceback.current_meta["stack_trace"] = frame_entry(frame)
+        fx_traceback.current_meta["stack_trace"] = entry_of(frame)
         if torch.is_inference_mode_enabled() is not self.inference:
             self.note_inference()
         if func == DATA:
@@ -191,7 +196,9 @@ class Tracing(TorchFunctionMode):
 
         refuse_tensor(value, "a closed-over tensor")
         if self.plain and value.requires_grad and torch.is_grad_enabled():
-            raise Unsupported("a torch.func transform", "cannot be differentiated from outside; call it under torch.no_grad()")
+            raise Unsupported(
+                "a torch.func transform", "cannot be differentiated from outside; call it under torch.no_grad()", in_python=False
+            )
         mode: Any = get_proxy_mode()
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.inference_mode(False):
             fake = self.fake_mode.from_tensor(value)
@@ -234,7 +241,7 @@ def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", w
         except Retrace:
             if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
                 reason = "its gradient from outside would be lost; call the jitted function under torch.no_grad()"
-                raise Unsupported("a torch.func transform inside a jitted function", reason) from None
+                raise Unsupported("a torch.func transform inside a jitted function", reason, in_python=False) from None
             return trace_once(fn, structure, leaves, name, watch, plain=True)
 
 
@@ -262,10 +269,12 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
         raise made
     if generators[0] != random.getstate() or generators[1] != numpy_state():
         restore_generators(generators)
-        raise Unsupported("Python's or numpy's random numbers", "would be frozen into the graph; use torch's, or pass them as arguments")
+        reason = "would be frozen into the graph; use torch's, or pass them as arguments"
+        raise Unsupported("Python's or numpy's random numbers", reason, in_python=False)  # Dynamo has streams of its own
     if not torch.equal(seeded, torch.get_rng_state()):  # fake tensors draw nothing, so the body has set it
         torch.set_rng_state(seeded)
-        raise Unsupported("torch.manual_seed inside a jitted function", "it would take effect at capture only; call it outside")
+        reason = "it would take effect at capture only; call it outside"
+        raise Unsupported("torch.manual_seed inside a jitted function", reason, in_python=False)
     captured.effects = effects
     return captured
 
@@ -423,9 +432,9 @@ def refuse_tensor(value: Tensor, what: str) -> None:
         from torch._subclasses.fake_tensor import FakeTensor
 
         if not isinstance(value, FakeTensor):
-            raise Unsupported(f"{what} of type {type(value).__name__}", "tensor subclasses run eagerly")
+            raise Unsupported(f"{what} of type {type(value).__name__}", "tensor subclasses run eagerly", in_python=False)
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
-        raise Unsupported(f"{what} with layout {value.layout}", "only strided tensors are captured")
+        raise Unsupported(f"{what} with layout {value.layout}", "only strided tensors are captured", in_python=False)
 
 
 def check_arguments(structure: Any, leaves: list[Any]) -> None:

@@ -21,6 +21,8 @@ from torch.utils import _pytree
 
 LEAF = None
 """The structure of a leaf."""
+KEYED = "keyed"
+"""What marks the structure of a call with keyword arguments: (KEYED, structure of (args, kwargs)); other calls have that of args."""
 
 ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, complex})
 
