@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..errors import Unsupported
-from .cluster import Cluster, Expr, Load, Store, cast, load, view
+from .cluster import Cluster, Expr, Load, Store, cast, load, postorder, view
 from .decompose import short
 from .layout import Layout, contiguous, expand, strided
 from .ops import POINTWISE, RULES, STORAGE, lower_pointwise
@@ -168,15 +168,48 @@ class Lowering:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         names = [self.placeholder(n, given) for n, given in zip(placeholders, self.given, strict=True)]
         outputs: tuple[Any, ...] = ()
+        changes: list[Node] = []
         for node in graph.nodes:
             if node.op == "output":
+                self.write_back(changes, [n for n in node.all_input_nodes if n not in changes])
                 outputs = torch.fx.node.map_arg(tuple(node.args[0]), self.ref)
+            elif node in fused and short(node.target) == "copy_.default":
+                changes.append(node)
             elif node.op == "call_function":
                 self.values[node] = self.lowered(node) if node in fused else self.extern(node)
                 self.maybe_store(node, wanted.get(node, ""))
             elif node.op == "get_attr":
                 raise Unsupported(str(node.target), "a constant tensor inside the graph", line_of(node))
         return Lowered(self.buffers, tuple(names), tuple(self.steps), outputs, self.reasons)
+
+    def write_back(self, changes: list[Node], results: list[Node]) -> None:
+        """Change inputs in place, each after the last reader of its old value; what changes need of each other is stored first."""
+        targets = {node.args[0].name for node in changes}
+        for node in results:
+            value, fake = self.values[node], node.meta.get("val")
+            if isinstance(fake, torch.Tensor) and targets & self.loaded(node) and as_ref(value, self.buffers) is None:
+                self.values[node] = self.store(value, fake, node, "an output that looks at a changed input")
+        needs = [self.loaded(node.args[1]) & targets - {node.args[0].name} for node in changes]
+        readers: dict[str, set[int]] = {name: {i for i, reads in enumerate(needs) if name in reads} for name in set().union(*needs)}
+        waiting = dict(enumerate(changes))
+        while waiting:
+            free = [i for i, node in waiting.items() if not readers.get(node.args[0].name)]
+            for i in free:
+                self.values[waiting[i]] = self.lowered(waiting[i])
+                del waiting[i]
+            done = free
+            if not free:  # they need each other, as in a swap
+                done = [next(i for i in waiting if needs[i])]
+                source = changes[done[0]].args[1]
+                self.values[source] = self.store(self.values[source], source.meta["val"], source, "an in-place change that others need")
+            for i in done:
+                for name in needs[i]:
+                    readers[name].discard(i)
+                needs[i] = set()
+
+    def loaded(self, node: Node) -> set[str]:
+        """The buffers that a value is still to be computed from."""
+        return {n.buffer for n in postorder([self.values[node]]) if isinstance(n, Load)}
 
     def placeholder(self, node: Node, given: Any) -> str | None:
         if not isinstance(given, torch.Tensor):
