@@ -42,6 +42,10 @@ PYTEST = "@py_"
 """How pytest starts the names of the variables that it adds where it rewrites an `assert`."""
 
 
+KNOWN: dict[tuple[types.CodeType, str], Source] = {}
+"""Trees of code that other rewrites made out of a user's function, by code object and file name; no file has their text."""
+
+
 class NoSource(Exception):
     """A function whose syntax tree cannot be had; the text says why. It can still be traced as it is."""
 
@@ -104,7 +108,8 @@ def read(function: types.FunctionType) -> Source:
         Unsupported: an async function or a generator; names its line.
     """
     refuse_kind(function)
-    return read_code(function.__code__, function.__code__.co_filename)
+    key = (function.__code__, function.__code__.co_filename)
+    return KNOWN[key] if key in KNOWN else read_code(*key)
 
 
 def refuse_kind(function: types.FunctionType) -> None:
@@ -145,6 +150,20 @@ def index(filename: str, lines: tuple[str, ...]) -> dict[tuple[int, str], list[A
         elif isinstance(node, ast.Lambda):
             found.setdefault((node.lineno, "<lambda>"), []).append(node)
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def imported(filename: str, lines: tuple[str, ...]) -> tuple[str, ...]:
+    """The names that a file imports at its top level: Python compiles a call of `name.f(...)` in another way for these."""
+    found: list[str] = []
+    waiting: list[ast.AST] = [ast.parse("".join(lines), filename)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found += [(alias.asname or alias.name).split(".")[0] for alias in node.names if alias.name != "*"]
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
+            waiting += ast.iter_child_nodes(node)
+    return tuple(dict.fromkeys(found))
 
 
 def class_around(qualname: str) -> str:
@@ -196,7 +215,9 @@ def compile_node(source: Source, node: ast.FunctionDef | ast.Lambda) -> types.Co
     for made in ast.walk(outer):
         if isinstance(made, (ast.FunctionDef, ast.ClassDef)) and not hasattr(made, "type_params"):
             setattr(made, "type_params", [])  # noqa: B010  # Python 3.12 on has the field and wants it set
-    module = ast.fix_missing_locations(ast.copy_location(ast.Module(body=[outer], type_ignores=[]), node))
+    names = imported(source.filename, tuple(linecache.getlines(source.filename)))
+    body: list[ast.stmt] = [ast.Import([ast.alias(name)]) for name in names]
+    module = ast.fix_missing_locations(ast.copy_location(ast.Module(body=[*body, outer], type_ignores=[]), node))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Python has to say of the user's syntax it said at import
         code = compile(module, source.filename, "exec", source.code.co_flags & FUTURES, dont_inherit=True)
