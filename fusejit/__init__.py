@@ -9,11 +9,16 @@ In: a function or an `nn.Module`. Out: the same, compiled on its first call.
 
 from __future__ import annotations
 
+from .capture.mutable import mutable
+from .capture.ordered import assign, depend, print
 from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupported
 from .function import JitFunction, disable_jit
 from .jit import jit
 from .module import JitModule
+from .rewrites.exclude import exclude_from_trace
+from .rewrites.jit_class import jit_class
 from .specialise import compile_for
+from .tracing import TraceFunction, partial_trace, trace
 
 __version__ = "0.1.0"
 
@@ -24,8 +29,17 @@ __all__ = [
     "JitFunction",
     "JitModule",
     "TraceError",
+    "TraceFunction",
     "Unsupported",
+    "assign",
     "compile_for",
+    "depend",
     "disable_jit",
+    "exclude_from_trace",
     "jit",
+    "jit_class",
+    "mutable",
+    "partial_trace",
+    "print",
+    "trace",
 ]

@@ -27,8 +27,10 @@ from . import config
 from .backend import Reader
 from .capture import trace, tree
 from .capture.guards import key_of, state_key
+from .capture.mutable import family
 from .capture.reasons import differences, named
 from .errors import CaptureError, FusejitError, Unsupported
+from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
 from .specialise import Fallback, Settings, Specialisation, eager_specialisation, refusal, resolve, specialise
 
 log = logging.getLogger("fusejit")
@@ -61,6 +63,28 @@ class disable_jit:
         Switch.off = self.before
 
 
+class nesting:
+    """While a jitted function is captured, or runs inside another's capture: the modes of those around it, outermost first."""
+
+    stacks = threading.local()
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __enter__(self) -> None:
+        modes: list[str] = nesting.stacks.__dict__.setdefault("modes", [])
+        around = [mode for number, mode in enumerate(modes) if not number or modes[number - 1] != mode]
+        if self.settings.capture_mode == "trace" and "ast" in around[1:] and "trace" in around[: around.index("ast", 1)]:
+            raise CaptureError(
+                f"{self.settings.name} has capture mode 'trace' and is called by a function of mode 'ast' inside a trace: "
+                "the one wants its Python as it is, the other rewrites what it calls; give all of them one mode"
+            )
+        modes.append(self.settings.capture_mode)
+
+    def __exit__(self, *error: object) -> None:
+        nesting.stacks.modes.pop()
+
+
 class CacheInfo(NamedTuple):
     """How often a jitted function was captured and found again, and why each capture was necessary, in their order."""
 
@@ -83,6 +107,7 @@ class JitFunction:
         self.settings = replace(settings, name=name)
         self._table: dict[Any, tuple[Specialisation, ...]] = {}
         self._order: list[Any] = []
+        self._lengths: dict[Any, Any] = {}
         self._lock = threading.RLock()
         self._held: dict[int, int] = {}
         self._changing: dict[str, int] = {}
@@ -95,6 +120,8 @@ class JitFunction:
             self.__name__ = self.__qualname__ = name
             self.__doc__ = fn.__doc__
         self.__wrapped__ = fn
+        self._split: Split | None = None
+        self._may_split = mentions(fn)
 
     def __repr__(self) -> str:
         return f"<fusejit.jit of {self.settings.name}>"
@@ -114,6 +141,8 @@ class JitFunction:
             return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
         if Switch.off or elsewhere():
             return self.plain(receiver, args, kwargs)
+        if self._may_split and (parts := self.segments()) is not None:
+            return parts.run(*args, **kwargs) if receiver is None else parts.run(receiver, *args, **kwargs)
         leaves: list[Any] = []
         structure = (tree.KEYED, tree.flatten((args, kwargs), leaves)) if kwargs else tree.flatten(args, leaves)
         key = (structure, state_key(), key_of(leaves), id(receiver))
@@ -126,10 +155,24 @@ class JitFunction:
                 return found.run(leaves, lifted)
         return self.miss(key, receiver, args, kwargs, leaves)
 
+    def segments(self) -> Split | None:
+        """The function in segments, where blocks of it are excluded; made at the first call."""
+        if self._may_split and self._split is None:
+            with self._lock:
+                self._split = split(self.__wrapped__, self.segment)
+                self._may_split = self._split is not None
+        return None if hooked(self.__wrapped__) else self._split
+
+    def segment(self, fn: Callable, part: Any) -> JitFunction:
+        """A part of this function, jitted by itself."""
+        return JitFunction(fn, replace(self.settings, name=f"{self.settings.name}[{part.first}-{part.last}]"))
+
     def plain(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the original Python."""
         if trace.active():
             trace.recorder().watch(self.__wrapped__)
+            with nesting(self.settings):
+                return self.bound(receiver)(*args, **kwargs)
         return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
 
     def bound(self, receiver: Any) -> Callable:
@@ -159,11 +202,19 @@ class JitFunction:
                 if lifted is not None:
                     return found, lifted
             self._misses += 1
-            found = specialise(self.bound(receiver), args, kwargs, leaves, self.settings, receiver)
+            kin = family(key[0])
+            length = self._lengths.get(kin, key[0])
+            if length != key[0]:
+                reason = "one length is compiled, and this is another; fusejit.mutable(..., dynamic_len=False) compiles each"
+                raise Unsupported("a mutable argument of another length", reason)
+            with nesting(self.settings):
+                found = specialise(self.bound(receiver), args, kwargs, leaves, self.settings, receiver)
             lifted = found.lifted(leaves)
             if lifted is None:
                 raise Unsupported(self.settings.name, "something that it reads changes while it is captured")
             self.remember(key, found, leaves)
+            if kin != key[0]:
+                self._lengths[kin] = key[0]
             self.tell(found)
             return found, lifted
 
@@ -302,11 +353,17 @@ class JitFunction:
     def explain_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         from .explain import joined, report  # the report reads the back end, which a call on the eager backend never loads
 
+        if (cut := self.segments()) is not None:
+            made = [report(found, part.settings.name) for part in cut.segments for _, found in part._order]
+            return SplitReport(self.settings.name, cut, tuple(made))
         parts = self.specialisations_for(receiver, args, kwargs)
         return joined([report(part, self.settings.name) for part in parts], self.settings.name)
 
     def cache_info(self) -> CacheInfo:
         """Return how many specialisations there are and why, and how many calls found one."""
+        if self._split is not None:
+            *counts, reasons = zip(*(part.cache_info() for part in self._split.segments))
+            return CacheInfo(*map(sum, counts), sum(reasons, ()))
         held = [found for _, found in self._order]
         if self._reader is not None:
             held += self._reader.specialisations
@@ -316,7 +373,9 @@ class JitFunction:
     def cache_clear(self) -> None:
         """Forget all specialisations."""
         with self._lock:
-            self._table, self._order, self._held, self._reader = {}, [], {}, None
+            self._table, self._order, self._held, self._reader, self._lengths = {}, [], {}, None, {}
+            for part in self._split.segments if self._split is not None else ():
+                part.cache_clear()
 
 
 class BoundJitFunction:

@@ -31,6 +31,7 @@ def jit(
     backend: str = "auto",
     dynamic: Any = None,
     numerics: str = "fast",
+    fast_math: bool = False,
     name: str | None = None,
 ) -> Any:
     """Compile a function or a module when it is called.
@@ -47,6 +48,8 @@ def jit(
             FUSEJIT_BACKEND replaces "auto".
         dynamic: None or False: one specialisation a shape.
         numerics: "fast" rounds a fused chain once, "eager" after each op as torch does.
+        fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
+            overflows or is nan (codegen/algebra.py has the table).
         name: how messages and kernels call the function.
 
     Returns:
@@ -55,8 +58,9 @@ def jit(
     Raises:
         ValueError: an option is none of its choices. TypeError: the argument is not callable.
     """
-    settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "")
+    settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math)
     check("fullgraph", fullgraph, (False, True))
+    check("fast_math", fast_math, (False, True))
     check("capture_mode", capture_mode, MODES)
     check("jit_level", jit_level, LEVELS)
     check("backend", backend, BACKENDS)

@@ -21,9 +21,12 @@ import torch
 
 from . import config
 from .capture import tree
+from .capture.constants import constants
 from .capture.effects import Effect
 from .capture.guards import Guards, memory_pattern
+from .capture.lines import error_lines
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
+from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
 from .runtime.eager import eager
 
@@ -36,7 +39,11 @@ NUMERICS = ("fast", "eager")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of one jitted function (see `fusejit.jit`); `target` is a GPU architecture to compile for without one."""
+    """The options of one jitted function (see `fusejit.jit` and `fusejit.trace`).
+
+    `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they have at
+    capture. `apart`: forward and backward are two programs on every backend, also on "eager".
+    """
 
     capture_mode: str = "ast"
     jit_level: str = "O2"
@@ -45,6 +52,9 @@ class Settings:
     numerics: str = "fast"
     name: str = ""
     target: str | None = None
+    fast_math: bool = False
+    constants: bool = False
+    apart: bool = False
 
 
 def check(name: str, value: Any, choices: tuple) -> None:
@@ -97,7 +107,7 @@ class Specialisation:
     @property
     def backward(self) -> Any:
         """The backward Program (compiled now if no backward has run yet), or None."""
-        if self.built is None:
+        if self.built is None or self.backend == "eager":
             return None
         start = time.perf_counter()
         found = self.built.backward()
@@ -121,6 +131,10 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
     """
     start = time.perf_counter()
     captured = capture(fn, args, kwargs, settings.name, () if receiver is None else (receiver,))
+    if settings.fast_math:
+        captured.graph = algebra(captured.graph)
+    if settings.constants:
+        captured.met, captured.lifted = captured.lifted, constants(captured)
     guards = Guards(captured)
     tensors = [leaves[position] for position in captured.positions] + list(captured.lifted)
     found = Specialisation(
@@ -131,7 +145,7 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
     found.record["capture"] = captured.graph
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
     positions, unflatten = captured.positions, result_builder(captured)
-    if found.backend == "eager" or settings.jit_level == "O0":
+    if (found.backend == "eager" or settings.jit_level == "O0") and not settings.apart:
         found.run = eager_runner(eager(captured.graph), positions, unflatten)
         return found
     compile_into(found, tensors, settings)
@@ -158,7 +172,8 @@ def refusal(error: Unsupported, name: str) -> BaseException:
         if error.line:
             cause.add_note(f"while capturing {name!r} at {error.line}")
         return cause
-    where = f" ({error.line})" if error.line else ""
+    lines = [line for line in error_lines(error) if line != error.line]
+    where = f" ({' → '.join([*lines, error.line])})" if error.line else ""
     made = CaptureError(f"cannot capture {name!r}{where}: {error.op}: {error.reason}")
     made.__cause__ = error
     return made
@@ -175,7 +190,7 @@ def result_builder(captured: Captured) -> Callable[[Sequence[Any]], Any]:
         return lambda results: results[0]
     kind = captured.structure[0] if captured.structure is not None else None
     flat = kind in (tuple, list) and all(child is None for child in captured.structure[1])
-    if flat and captured.outputs == tuple(range(len(captured.outputs))):
+    if flat and captured.outputs == tuple(range(len(captured.graph.graph.output_node().args[0]))):  # type: ignore[arg-type]
         return kind  # type: ignore[return-value]
     return captured.unflatten
 
@@ -200,7 +215,7 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
         fail_compile(found, error, settings)
         found.run = plain
         return
-    found.forward = built.forward
+    found.forward = None if found.backend == "eager" else built.forward
     found.record.update(built.graphs)
     found.fallbacks += [Fallback(op, reason) for op, reason in built.notes]
     pattern = memory_pattern(tensors) if built.mutates else None
@@ -231,6 +246,9 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     from .compile import Options, compile_graph, dump
 
     prepare_interpreter(found.backend)
+    plain = found.backend == "eager" or settings.jit_level == "O0"
+    if plain:
+        found.backend = "eager"
     options = Options(backend=found.backend, jit_level=settings.jit_level, numerics=settings.numerics, target=settings.target)
 
     def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
@@ -240,7 +258,7 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
             found.record[f"{stage}.{name}"] = value
             dump(f"{stage}.{name}", value)
 
-        program = compile_graph(module, inputs, options, record=record)
+        program = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
         spent = (time.perf_counter() - start) * 1e3
         found.compile_ms[stage] = found.compile_ms.get(stage, 0.0) + spent
         return program
@@ -248,11 +266,23 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     start = time.perf_counter()
     if settings.target is not None and not any(tensor.is_cuda for tensor in tensors):
         graph = retarget_attention(graph)
-    built = build(graph, tensors, compiler, decompose.table())
+    built = build(graph, tensors, compiler, {} if plain else decompose.table())
     found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - sum(
         found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward")
     )
     return built
+
+
+def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """A functional graph as something that is called like a Program, and runs op by op."""
+    run = eager(module)
+
+    def program(inputs: list[Any]) -> Sequence[Any]:
+        given = tuple(inputs)
+        inputs.clear()
+        return run(*given)
+
+    return program
 
 
 def fail_compile(found: Specialisation, error: Exception, settings: Settings) -> None:

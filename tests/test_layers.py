@@ -13,17 +13,19 @@ ROOT = Path(__file__).parent.parent / "fusejit"
 ORDER = [
     *("errors", "config"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
+    "codegen/algebra",
     *("codegen/views", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
     *("codegen/fuse", "codegen/schedule"),
     *("codegen/split", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
-    *("capture/", "capture/lines", "capture/names", "capture/tree"),
-    *("rewrites/", "rewrites/source"),
-    *("capture/effects", "capture/trace", "capture/guards"),
-    *("capture/reasons", "capture/bytecode"),
+    *("capture/", "capture/lines", "capture/names", "capture/mutable", "capture/tree"),
+    *("rewrites/", "rewrites/source", "rewrites/flow", "rewrites/outline"),
+    *("capture/effects", "capture/generators", "capture/identity", "capture/ordered", "capture/trace", "capture/guards"),
+    *("capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode", "rewrites/exclude"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/launch", "runtime/eager"),
-    *("compile", "specialise", "explain", "backend", "function", "bytecode", "module", "jit", "blocks", "bench", "cli", "__main__"),
+    *("compile", "specialise", "explain", "backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
+      "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 
 FILES = sorted(ROOT.rglob("*.py"))

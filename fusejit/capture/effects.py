@@ -46,7 +46,12 @@ HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
 }
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-REFUSED_CALLS: dict[Any, str] = {print: "print", input: "input"}
+ONCE = "it would run once, while capturing, and not again; "
+REFUSED_CALLS: dict[Any, tuple[str, str]] = {
+    print: ("print", ONCE + "use fusejit.print, which prints on every call, or move it outside the jitted function"),
+    input: ("input", ONCE + "move it outside the jitted function"),
+}
+APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
 
 
 @dataclass(slots=True)
@@ -180,16 +185,12 @@ class Recorder:
 
     def patch_apply(self) -> None:
         """Refuse `autograd.Function`s whose own backward the graph would lose."""
-        original: Any = torch.autograd.Function.__dict__["apply"].__func__
         recorder = self
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == recorder.owner and torch.is_grad_enabled():
-                differentiable = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
-                if differentiable:
-                    name = f"{cls.__name__} (a torch.autograd.Function)"
-                    raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here(), False)
-            return original(cls, *args, **kwargs)
+            if threading.get_ident() == recorder.owner:
+                refuse_backward(cls, (*args, *kwargs.values()))
+            return APPLY(cls, *args, **kwargs)
 
         self.replace(torch.autograd.Function, "apply", classmethod(apply))
 
@@ -197,6 +198,8 @@ class Recorder:
         """Profile hook: look at the globals of each user function as it starts; refuse calls that a graph cannot repeat."""
         if event == "call":
             code = frame.f_code
+            if code is APPLY.__code__:  # through a name that was bound to it before the capture
+                refuse_backward(frame.f_locals["cls"], (*frame.f_locals["args"], *frame.f_locals["kwargs"].values()))
             if code in self.codes:
                 return
             self.codes.add(code)
@@ -206,8 +209,7 @@ class Recorder:
         elif event == "c_call" and type(arg) is types.BuiltinFunctionType and arg in REFUSED_CALLS and not self.silent:
             if kind(frame.f_code.co_filename) == "torch":
                 return
-            reason = "it would run once, while capturing, and not again; move it outside the jitted function"
-            raise Unsupported(REFUSED_CALLS[arg], reason, frame_line(frame))
+            raise Unsupported(*REFUSED_CALLS[arg], frame_line(frame))
 
     # Recording reads.
 
@@ -355,7 +357,9 @@ class Recorder:
                 self.add("attribute", value, name, getattr(value, name))
         elif isinstance(value, CONTAINERS):
             self.watch_container(value, depth)
-        elif not isinstance(value, (type, torch.Tensor, types.ModuleType, types.BuiltinFunctionType)):
+        elif isinstance(value, type):
+            self.watch_class(value)
+        elif not isinstance(value, (torch.Tensor, types.ModuleType, types.BuiltinFunctionType)):
             self.watch_object(value)
 
     def watch_function(self, function: types.FunctionType) -> None:
@@ -375,6 +379,14 @@ class Recorder:
             self.codes.add(function.__code__)
             cells = zip(function.__code__.co_freevars, function.__closure__ or ())
             self.scan(function.__code__, function.__globals__, {name: cell.cell_contents for name, cell in cells if full(cell)})
+
+    def watch_class(self, cls: type) -> None:
+        """Compare all that a class of the user's holds: Python lets no one see which of it is read."""
+        for base in cls.__mro__:
+            if followable(base):
+                for name, value in base.__dict__.items():
+                    if not (name.startswith("__") and name.endswith("__")):
+                        self.add("item", base.__dict__, name, value)
 
     def watch_container(self, value: Any, depth: int) -> None:
         if isinstance(value, (list, dict, set, deque)):
@@ -463,6 +475,13 @@ class _Missing:
 MISSING = _Missing()
 LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter,
                     torch.dtype, torch.device, torch.Size, range, slice})  # fmt: skip
+
+
+def refuse_backward(cls: type, given: tuple) -> None:
+    """Refuse an `autograd.Function` where its own backward would matter: the graph has only torch's."""
+    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
+        name = f"{cls.__name__} (a torch.autograd.Function)"
+        raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here(), False)
 
 
 def same_items(holder: Any, before: Any) -> bool:

@@ -32,7 +32,10 @@ from torch.overrides import TorchFunctionMode
 from ..errors import CaptureError, Unsupported
 from . import tree
 from .effects import Effect, Recorder
-from .lines import error_line, frame_entry, raised_by_user, shorten, user_frame
+from .generators import numpy_state, restore_generators
+from .identity import check_identities
+from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame
+from .ordered import OPS as ORDERED
 
 Tensor = torch.Tensor
 LOCK = threading.RLock()
@@ -52,13 +55,14 @@ class Captured:
     """A captured function.
 
     Attributes:
-        graph: module of the graph; inputs: argument tensors, then lifted tensors; output: a flat tuple of tensors.
+        graph: module of the graph; inputs: argument tensors, then lifted tensors; output: a flat tuple of tensors, the last perhaps
+            a token that no one reads (see ordered.py).
         positions: for each argument tensor of the graph, its index among the flattened arguments' leaves.
         lifted: the other tensors, in the order of their placeholders.
         outputs: for each leaf of the result, its index in the graph's output, or `Constant(value)`.
         structure: of the result (see tree.py).
         same: (tensor, i): closed-over tensors that were the same object as argument tensor i.
-        effects, reads, sources: see effects.py.
+        effects, recorder: see effects.py. met: what `lifted` was before its tensors became constants.
         inference: entered `torch.inference_mode` somewhere; its ops run under no_grad.
     """
 
@@ -71,6 +75,7 @@ class Captured:
     effects: list[Effect]
     recorder: Recorder
     name: str
+    met: tuple[Tensor, ...] = ()
 
     def unflatten(self, results: Any) -> Any:
         """Build the function's result from the tensors that the graph returned."""
@@ -135,6 +140,13 @@ REFUSED: dict[Any, tuple[str, str]] = {
 DATA = T.data.__get__
 
 
+def of_transform(frame: Any) -> bool:
+    """Whether torch.func's own Python made a call (through torch's front functions), rather than the user's."""
+    while frame is not None and frame.f_globals.get("__name__") in ("torch.overrides", "torch.autograd"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch._functorch.")
+
+
 class Tracing(TorchFunctionMode):
     """Sees each torch call of the body first: replaces real tensors by inputs of the graph, notes the user's line, refuses what is lost."""
 
@@ -146,13 +158,15 @@ class Tracing(TorchFunctionMode):
         self.lifted: list[tuple[Tensor, torch.fx.Node]] = []
         self.same: list[tuple[Tensor, int]] = []
         self.inference = torch.is_inference_mode_enabled()
-        self.last_frame: str = ""
+        self.tracer: Any = None
+        self.token: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         import torch.fx.traceback as fx_traceback  # the module's attribute `current_meta` is replaced now and then
 
         frame = user_frame(sys._getframe(1), self.stop)
-        if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None):
+        own = of_transform(sys._getframe(1))
+        if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None) and not own:
             op, reason = REFUSED[func]
             raise Unsupported(op, f"{reason}; {WAY_OUT}", shorten(entry_of(frame)))
         if torch._C._functorch.maybe_current_level() is not None and not self.plain and not keeps_count(func):
@@ -162,9 +176,23 @@ class Tracing(TorchFunctionMode):
             self.note_inference()
         if func == DATA:
             func = T.detach
+        if func in ORDERED:
+            return self.thread(func, self.replace(args), frame_line(frame))
         if kwargs:
             return func(*self.replace(args), **{name: self.replace(value) for name, value in kwargs.items()})
         return func(*self.replace(args))
+
+    def thread(self, func: Any, args: tuple, line: str) -> Tensor:
+        """Call an op with an effect after the one before it; the last token becomes an output of the graph."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        if getattr(get_proxy_mode(), "tracer", None) is not self.tracer:
+            raise Unsupported(f"{func} inside a branch that is a graph of its own", "it would be lost; move it behind the branch", line)
+        made: Tensor = func(self.token, *args[1:])
+        while torch._C._functorch.is_functorch_wrapped_tensor(made):  # a token is older than every transform
+            made = torch._C._functorch.get_unwrapped(made)
+        self.token = made
+        return made
 
     def replace(self, value: Any) -> Any:
         """Replace real tensors in (nested lists of) arguments by their fake twins."""
@@ -194,7 +222,8 @@ class Tracing(TorchFunctionMode):
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
 
-        refuse_tensor(value, "a closed-over tensor")
+        with torch._C.DisableTorchFunction():  # or looking at it would make an input of it before it is one
+            refuse_tensor(value, "a closed-over tensor")
         if self.plain and value.requires_grad and torch.is_grad_enabled():
             raise Unsupported(
                 "a torch.func transform", "cannot be differentiated from outside; call it under torch.no_grad()", in_python=False
@@ -303,6 +332,7 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         stand_in = dict(zip(tracing.arguments, inputs))
         mode: Any = get_proxy_mode()
+        tracing.tracer = mode.tracer
         watcher.ignored.add(id(mode.tracer.root))
         values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree.unflatten(structure, iter(values))
@@ -311,11 +341,13 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
             if torch.is_inference_mode_enabled() is not tracing.inference:
                 tracing.note_inference()
             check_unchanged((args, kwargs), structure, values)
+            check_identities(fn, out, (args, kwargs))
             flat: list[Any] = []
             result.append(tree.flatten(out, flat))
             flat = [tracing.replace(item) for item in flat]
         result.append(flat)
-        return tuple(item for item in flat if isinstance(item, Tensor))
+        tensors = [item for item in flat if isinstance(item, Tensor)]
+        return tuple(tensors if tracing.token is None else [*tensors, tracing.token])
 
     tracing.stop = body.__code__
     with capture_state(), fake_mode, fx_traceback.preserve_node_meta():
@@ -418,7 +450,8 @@ def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
 def check_unchanged(now: Any, structure: Any, values: list[Any]) -> None:
     """Refuse a body that changed a container among its arguments: the caller would not see it."""
     leaves: list[Any] = []
-    same = tree.flatten(now, leaves) == structure and len(leaves) == len(values)
+    plain = tree.flatten(tree.unflatten(structure, iter(values)), [])  # what is marked `mutable` is plain inside
+    same = tree.flatten(now, leaves) == plain and len(leaves) == len(values)
     if not same or any(one is not other for one, other in zip(leaves, values)):
         raise Unsupported("changing a list, dict or dataclass that is an argument", "the caller would not see it; return the new one")
 
@@ -459,12 +492,12 @@ def argument_name(structure: Any, number: int) -> str:
     return keyword.strip("['\"") + rest
 
 
-# Errors and states.
+# Errors.
 
 
 def explain_error(error: BaseException) -> BaseException:
     """Turn torch's own refusals into `Unsupported`; leave the user's exceptions as they are."""
-    if isinstance(error, (Unsupported, Retrace)) or not isinstance(error, Exception) or raised_by_user(error):
+    if isinstance(error, (Unsupported, CaptureError, Retrace)) or not isinstance(error, Exception) or raised_by_user(error):
         return error
     name = type(error).__name__
     if name in DATA_DEPENDENT or "data-dependent" in str(error).lower():
@@ -474,20 +507,3 @@ def explain_error(error: BaseException) -> BaseException:
 
 DATA_DEPENDENT = frozenset({"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"})
 DATA_DEPENDENT_WAY_OUT = "use torch.where (or masks) instead of `if`, `.item()`, boolean indexing or nonzero, or move it outside"
-
-
-def numpy_state() -> Any:
-    """numpy's global random state as something comparable; None when numpy is not imported."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    name, keys, position, *rest = numpy.random.get_state()
-    return (name, keys.tobytes(), position, *rest)
-
-
-def restore_generators(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        numpy = sys.modules["numpy"]
-        name, keys, *rest = states[1]
-        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))

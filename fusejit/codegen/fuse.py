@@ -59,6 +59,7 @@ class _Fusing:
         self.readers: dict[str, set[int]] = {}
         self.above: dict[int, int] = {}
         self.refused: dict[tuple[int, int], str] = {}
+        self.barriers = [i for i, s in self.steps.items() if isinstance(s, Extern) and s.target == "fusejit.order.default"]
         for i, step in self.steps.items():
             for name in reads(step):
                 self.readers.setdefault(name, set()).add(i)
@@ -71,8 +72,10 @@ class _Fusing:
             self.above[i] = bits
 
     def before(self, i: int, step: Cluster | Extern) -> set[int]:
-        """Return the steps that must run before `step`: producers of what it reads, readers of what it overwrites."""
+        """Return the steps that must run before `step`: producers of what it reads, readers of what it overwrites, `depend`s."""
         found = {self.producer[name] for name in reads(step) if name in self.producer}
+        if isinstance(step, Extern):  # its effects, if it has any, are none of ours to know
+            found |= set([k for k in self.barriers if k < i][-1:])
         for name in writes(step):
             target = self.lowered.buffers[name].written_to
             found |= self.readers.get(target, set()) if target else set()
