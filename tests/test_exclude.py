@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -221,3 +222,74 @@ def test_containers_stay_the_ones_they_are(backend):
 
     total, kept = f(torch.ones(2))
     assert total.tolist() == [4, 4] and len(kept) == 2
+
+
+class Programs:
+    """Random functions of tensors `a`, `b` and numbers `n`, `m`: nests of if, for, while, try and return with excluded blocks."""
+
+    def __init__(self, seed: int, changes: bool) -> None:
+        self.random = random.Random(seed)
+        self.fresh = 0
+        self.changes = ["a += {k}", "b.mul_({k} / 2)", "b[0] = n"] if changes else []
+
+    def text(self) -> str:
+        body = self.block(1, 3, loop=False)
+        return "def f(a, b, n, m, seen):\n" + "\n".join(body) + "\n    return a, b, n, m\n"
+
+    def block(self, depth: int, budget: int, loop: bool) -> list[str]:
+        return [line for _ in range(self.random.randint(2, 4)) for line in self.statement(depth, budget, loop)]
+
+    def statement(self, depth: int, budget: int, loop: bool) -> list[str]:
+        pad, pick = "    " * depth, self.random.choice
+        simple = [
+            "a = a / {k} + b", "b = b - a.sin()", "a, b = b, a + {k}", "n = n + 1", "m = (m * 3 + n) % 7", "b = (a @ a.t()).cos()",
+            "c = a * 2; b = b + c", "d = [a, b]; a = d[0] + d[1]", *self.changes,
+        ]  # fmt: skip
+        if budget == 0 or self.random.random() < 0.45:
+            return [pad + pick(simple).replace("{k}", str(self.random.randint(1, 3)))]
+        kind = pick(["exclude", "exclude", "if", "if", "for", "while", "try", "return", "jump"])
+        inner = lambda again=loop: self.block(depth + 1, budget - 1, again)  # noqa: E731
+        if kind == "exclude":
+            copied = "b = torch.from_numpy(b.detach().numpy().copy()) + b"
+            extra = pick(["seen.append(float(a.sum()))", "n = int(b.sum() > 0) + n", copied, "pass"])
+            return [pad + "with exclude_from_trace():", pad + "    " + extra, *inner()]
+        if kind == "if":
+            other = [pad + "else:", *inner()] if self.random.random() < 0.5 else []
+            return [pad + f"if {pick(['n > m', 'm % 2', 'n < 3 and m', 'not n'])}:", *inner(), *other]
+        if kind == "for":
+            self.fresh += 1
+            name = f"i{self.fresh}"
+            return [pad + f"for {name} in range({self.random.randint(0, 2)}):", *inner(True), f"{pad}    n = n + {name}"]
+        if kind == "while":
+            self.fresh += 1
+            name = f"w{self.fresh}"
+            return [f"{pad}{name} = 0", f"{pad}while {name} < 2:", f"{pad}    {name} += 1", *inner(True)]
+        if kind == "try":
+            return [pad + "try:", *inner(), pad + "finally:", pad + "    m = m + 1"]
+        if kind == "jump" and loop:
+            return [pad + "if m % 3 == 1:", pad + "    " + pick(["break", "continue"])]
+        return [pad + f"if m == {self.random.randint(0, 6)}:", pad + "    return b, n, a"]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_programs(seed, tmp_path):
+    """Equal results, and gradients where nothing is changed in place."""
+    changes = bool(seed % 2)
+    text = Programs(seed, changes).text()
+    path = tmp_path / f"program_{seed}.py"
+    path.write_text(f"import torch\nfrom fusejit import exclude_from_trace\n\n\n{text}")
+    scope: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    jitted = fusejit.jit(scope["f"])
+    for n, m in ((0, 1), (2, 4), (3, 0)):
+        found = []
+        for run in (scope["f"], jitted, jitted):
+            torch.manual_seed(n)
+            x, y, seen = torch.randn(3, 3, requires_grad=not changes), torch.randn(3, 3, requires_grad=not changes), []
+            results = run(x * 1, y * 1, n, m, seen)
+            loss = sum((item.sin().sum() for item in results if isinstance(item, torch.Tensor)), torch.zeros(()))
+            gradients = () if changes else torch.autograd.grad(loss, (x, y), allow_unused=True)
+            found.append((results, seen, [torch.zeros(3, 3) if g is None else g for g in gradients]))
+        for again in found[1:]:
+            assert_close(again, found[0], msg=lambda told: f"{told}\n{text}")
+    assert "exclude_from_trace" not in text or jitted.segments() is not None

@@ -282,6 +282,8 @@ def wrapped(joint: Any, compiler: Compiler, graphs: dict[str, Any], reason: str,
     def compile_half(stage: str) -> Callable:
         def compiled(module: torch.fx.GraphModule, _: Any) -> Boxed:
             module = flat_graph(module)
+            if stage == "forward":
+                keep_changed(module, joint._aot_state.fw_metadata)
             graphs[stage] = module
             half, restore = drop_none(module)
             programs[stage] = compiler(half, placeholder_values(half), stage)
@@ -297,6 +299,22 @@ def wrapped(joint: Any, compiler: Compiler, graphs: dict[str, Any], reason: str,
     if not boxed:
         run = lambda inputs: function(inputs)  # noqa: E731
     return Built(run, graphs, programs["forward"], None, programs.get("backward"), [("torch's runtime wrappers", reason)], mutates)
+
+
+def keep_changed(module: torch.fx.GraphModule, metadata: Any) -> None:
+    """Save copies of inputs that are changed in place: the wrappers write the new values before the backward reads the old ones."""
+    graph = module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    changed = {node for node, info in zip(inputs, metadata.input_info) if info.mutates_data}
+    output, first = graph.output_node(), next(node for node in graph.nodes if node.op != "placeholder")
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in output.all_input_nodes:
+        if node in changed:
+            with graph.inserting_before(first):
+                copies[node] = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copies[node].meta.update(node.meta)
+    output.args = torch.fx.node.map_arg(output.args, lambda node: copies.get(node, node))
+    module.recompile()
 
 
 class Boxed:

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
+from ..errors import Unsupported
+
 Tensor = torch.Tensor
 LIBRARY = torch.library.Library("fusejit", "DEF")
-LIBRARY.define("print(Tensor? token, str text, Tensor[] values) -> Tensor")
+LIBRARY.define("print(Tensor? token, str text, Tensor[] values, Tensor? when=None) -> Tensor")
 LIBRARY.define("order(Tensor? token, Tensor[] values) -> Tensor")
 
 
@@ -33,28 +35,42 @@ def token(*_: Any) -> Tensor:
     return torch.empty(0, dtype=torch.int8, device="cpu")
 
 
-def show(before: Tensor | None, text: str, values: list[Tensor]) -> Tensor:
-    builtins.print(text.format(*[value.detach() for value in values]), end="")
+def show(before: Tensor | None, text: str, values: list[Tensor], when: Tensor | None = None) -> Tensor:
+    if when is None or bool(when):
+        builtins.print(text.format(*[value.detach() for value in values]), end="")
     return token()
 
 
-def batched(op: Callable) -> Callable:
-    """The rule under vmap: the effect happens once, with the batch as the first dimension."""
-
-    def rule(info: Any, in_dims: Any, before: Tensor | None, *rest: Any) -> tuple[Tensor, None]:
-        *texts, values = rest
-        moved = [value if dim is None else value.movedim(dim, 0) for value, dim in zip(values, in_dims[-1])]
-        return op(before, *texts, moved), None
-
-    return rule
+def batch_first(values: list[Tensor], dims: list[int | None]) -> list[Tensor]:
+    return [value if dim is None else value.movedim(dim, 0) for value, dim in zip(values, dims)]
 
 
-IMPLEMENTATIONS: dict[str, Callable] = {"print": show, "order": token}
-for _name, _run in IMPLEMENTATIONS.items():
+def show_batch(info: Any, in_dims: Any, before: Any, text: str, values: list[Tensor], when: Any = None) -> tuple[Tensor, None]:
+    """The rule under vmap: one print, with the batch as the first dimension."""
+    if len(in_dims) > 3 and in_dims[3] is not None:
+        reason = "some rows would print and some not; print behind the `if`, or outside the vmap"
+        raise Unsupported("fusejit.print in an `if` on a tensor under vmap", reason)
+    return torch.ops.fusejit.print(before, text, batch_first(values, in_dims[2]), when), None
+
+
+def order_batch(info: Any, in_dims: Any, before: Any, values: list[Tensor]) -> tuple[Tensor, None]:
+    return torch.ops.fusejit.order(before, batch_first(values, in_dims[1])), None
+
+
+IMPLEMENTATIONS: dict[str, tuple[Callable, Callable]] = {"print": (show, show_batch), "order": (token, order_batch)}
+for _name, (_run, _batch) in IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusejit::{_name}", token, lib=LIBRARY)
-    torch.library.register_vmap(f"fusejit::{_name}", batched(getattr(torch.ops.fusejit, _name)), lib=LIBRARY)
+    torch.library.register_vmap(f"fusejit::{_name}", _batch, lib=LIBRARY)
 
+
+def masked(args: tuple, mask: Tensor) -> tuple:
+    """The arguments of a print that happens only where a mask holds too: that of an `if` both of whose arms are computed."""
+    when = args[3] if len(args) > 3 else None
+    return (*args[:3], mask if when is None else when & mask)
+
+
+PRINT: Any = torch.ops.fusejit.print.default
 OPS: frozenset[Any] = frozenset({torch.ops.fusejit.print.default, torch.ops.fusejit.order.default})
 """The ops whose first argument is a token; the capture threads it through them."""
 for _op in OPS:
@@ -73,7 +89,8 @@ def print(*args: Any, sep: str = " ", end: str = "\n", **named: Any) -> None:
         named: values for the fields of those `args` that are strings: `fusejit.print("loss {loss:.3f}", loss=loss)`.
 
     Prints keep their order among each other and see in-place changes as the program has them. A backward never repeats one. Under
-    `vmap` one print shows the whole batch, its dimension first. Gradients do not flow through and are not shown.
+    `vmap` one print shows the whole batch, its dimension first; in an `if` on a tensor it prints when the test holds. Gradients do not
+    flow through and are not shown.
 
     Raises:
         ValueError: a string has a field that is not among `named`.

@@ -34,7 +34,7 @@ from . import tree
 from .effects import Effect, Recorder
 from .generators import numpy_state, restore_generators
 from .identity import check_identities
-from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame
+from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame, user_line
 from .ordered import OPS as ORDERED
 
 Tensor = torch.Tensor
@@ -405,7 +405,7 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
             if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
                 reason = "a tensor made there cannot be followed through the graph"
                 raise Unsupported(
-                    "a step outside torch's tracing", reason, next((line for user in node.users if (line := node_line(user))), "")
+                    "a step outside torch's tracing", reason, next((line for user in node.users if (line := user_line(user))), "")
                 )
         if node.target is torch._C._set_grad_enabled:
             if pending is not None:
@@ -419,12 +419,6 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
             pending = None
     graph.lint()
     module.recompile()
-
-
-def node_line(node: torch.fx.Node) -> str:
-    from .lines import user_line
-
-    return user_line(node)
 
 
 OUTPUT_VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), type)

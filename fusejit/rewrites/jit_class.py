@@ -50,6 +50,7 @@ def jit_class(cls: Any = None, **options: Any) -> Any:
     """
     if cls is None:
         return functools.partial(jit_class, **options)
+    jit(**options)  # refuses wrong options even where there is no method
     if not isinstance(cls, type):
         raise TypeError(f"Decorator jit_class can only be used for class type, but got {cls!r}")
     if issubclass(cls, torch.nn.Module):
