@@ -362,8 +362,9 @@ class JitFunction:
     def cache_info(self) -> CacheInfo:
         """Return how many specialisations there are and why, and how many calls found one."""
         if self._split is not None:
-            *counts, reasons = zip(*(part.cache_info() for part in self._split.segments))
-            return CacheInfo(*map(sum, counts), sum(reasons, ()))
+            parts = [part.cache_info() for part in self._split.segments]
+            reasons = tuple(reason for part in parts for reason in part.reasons)
+            return CacheInfo(*(sum(part[n] for part in parts) for n in range(4)), reasons)  # type: ignore[arg-type,call-arg]
         held = [found for _, found in self._order]
         if self._reader is not None:
             held += self._reader.specialisations

@@ -255,7 +255,7 @@ def test_case_53_hooks_and_custom_backwards(backend, caplog):
         jitted = fusejit.jit(lambda x, fn=fn: fn(x), backend=backend)
         for _ in range(2):
             assert_close(torch.autograd.grad(jitted(x).sum(), x), torch.autograd.grad(fn(x).sum(), x))
-        assert match in caplog.text and "eager fallback" in caplog.text
+        assert match in caplog.text and ("eager fallback" in caplog.text or "read by its bytecode instead" in caplog.text)
 
 
 STATE = {"n": 0}

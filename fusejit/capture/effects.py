@@ -46,11 +46,8 @@ HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
 }
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-ONCE = "it would run once, while capturing, and not again; "
-REFUSED_CALLS: dict[Any, tuple[str, str]] = {
-    print: ("print", ONCE + "use fusejit.print, which prints on every call, or move it outside the jitted function"),
-    input: ("input", ONCE + "move it outside the jitted function"),
-}
+ONCE = "it would run once, while capturing, and not again; move it outside the jitted function"
+REFUSED_CALLS: dict[Any, Any] = {print: ("print", ONCE + ", or use fusejit.print, which prints on every call"), input: ("input", ONCE)}
 APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
 
 
@@ -188,8 +185,7 @@ class Recorder:
         recorder = self
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == recorder.owner:
-                refuse_backward(cls, (*args, *kwargs.values()))
+            refuse_backward(cls, (*args, *kwargs.values()) if threading.get_ident() == recorder.owner else ())
             return APPLY(cls, *args, **kwargs)
 
         self.replace(torch.autograd.Function, "apply", classmethod(apply))
@@ -382,11 +378,9 @@ class Recorder:
 
     def watch_class(self, cls: type) -> None:
         """Compare all that a class of the user's holds: Python lets no one see which of it is read."""
-        for base in cls.__mro__:
-            if followable(base):
-                for name, value in base.__dict__.items():
-                    if not (name.startswith("__") and name.endswith("__")):
-                        self.add("item", base.__dict__, name, value)
+        for table in map(class_table, filter(users_class, cls.__mro__)):
+            for name in [name for name in table if not name.startswith("__")]:
+                self.add("item", table, name, table[name])
 
     def watch_container(self, value: Any, depth: int) -> None:
         if isinstance(value, (list, dict, set, deque)):

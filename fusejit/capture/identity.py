@@ -33,5 +33,7 @@ def check_identities(fn: Any, out: Any, given: Any) -> None:
     seen = {id(item) for item in containers(given)}
     for item in containers(out):
         if id(item) in seen:
-            raise Unsupported(f"a {type(item).__name__} that is handed on beside an excluded block", "a graph would return a copy of it")
+            raise Unsupported(
+                f"a {type(item).__name__} that is handed on beside an excluded block", "a graph would return a copy of it", in_python=False
+            )
         seen.add(id(item))

@@ -34,7 +34,7 @@ from . import tree
 from .effects import Effect, Recorder
 from .generators import numpy_state, restore_generators
 from .identity import check_identities
-from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame, user_line
+from .lines import error_line, frame_entry, frame_line, of_transform, raised_by_user, shorten, user_frame, user_line
 from .ordered import OPS as ORDERED
 
 Tensor = torch.Tensor
@@ -138,13 +138,6 @@ REFUSED: dict[Any, tuple[str, str]] = {
     torch.from_numpy: ("torch.from_numpy", "would freeze the array's values; pass a tensor"),
 }
 DATA = T.data.__get__
-
-
-def of_transform(frame: Any) -> bool:
-    """Whether torch.func's own Python made a call (through torch's front functions), rather than the user's."""
-    while frame is not None and frame.f_globals.get("__name__") in ("torch.overrides", "torch.autograd"):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch._functorch.")
 
 
 class Tracing(TorchFunctionMode):
