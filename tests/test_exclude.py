@@ -19,7 +19,7 @@ def backend(request: Any) -> str:
     return request.param
 
 
-MODES = ("ast", "trace")
+MODES = ("ast", "trace", "bytecode")
 i = 0
 
 
