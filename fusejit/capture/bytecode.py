@@ -87,7 +87,7 @@ class Frames:
         self.breaks: dict[str, None] = {}
 
     def __call__(self, frame: Any, *rest: Any) -> Any:
-        from torch._dynamo import config, exc
+        from torch._dynamo import config
         from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
         from torch._dynamo.utils import counters
 
@@ -100,10 +100,10 @@ class Frames:
         try:
             with LOCK, config.patch(PATCHES):  # Dynamo and a trace in another thread would spoil each other's globals
                 result = self.inner(frame, *rest)
-        except exc.TorchDynamoException as error:  # what Dynamo itself fails at runs in Python, where a wrong call gets its own error
+        except Exception as error:  # whatever Dynamo fails at (assertions of its own, too) runs in Python; a wrong call gets its own error
             if self.fullgraph:
                 raise
-            self.breaks[str(error)] = None
+            self.breaks[str(error) or type(error).__name__] = None
             self.failed[code] = self.failed.get(code, 0) + 1
             action = FrameAction.SKIP if self.failed[code] > FAILURES else FrameAction.DEFAULT
             return ConvertFrameReturn(frame_exec_strategy=FrameExecStrategy(action, FrameAction.DEFAULT))
