@@ -13,6 +13,7 @@ from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupp
 from .function import JitFunction, disable_jit
 from .jit import jit
 from .module import JitModule
+from .rewrites.batch import grad, value_and_grad, vmap
 from .specialise import compile_for
 
 __version__ = "0.1.0"
@@ -27,5 +28,8 @@ __all__ = [
     "Unsupported",
     "compile_for",
     "disable_jit",
+    "grad",
     "jit",
+    "value_and_grad",
+    "vmap",
 ]
