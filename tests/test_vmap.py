@@ -526,8 +526,7 @@ def test_randomness():
 def test_a_transform_keeps_its_function():
     mapped = vmap(plus, in_axes=(0, None), out_axes=1)
     assert mapped.__wrapped__ is plus and mapped.__name__ == "vmap(plus)" and repr(mapped) == "<fusejit.vmap of plus>"
-    other = mapped.of(lambda x, y: x - y)
-    assert_close(other(torch.eye(2), torch.ones(2)), (torch.eye(2) - 1).t())
+    assert_close(mapped(torch.eye(2), torch.ones(2)), torch.eye(2) + 1)
     assert fusejit.compile_for(vmap(lambda r: r.sum()), (torch.ones(4, 8),)).kernels  # and not of the row alone
     compiled_for = fusejit.compile_for(vmap(lambda r: r.sum()), (torch.ones(4, 8),))
     assert compiled_for.specialisation.record["capture"].graph.output_node().args[0][0].meta["val"].shape == (4,)

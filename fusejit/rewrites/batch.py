@@ -8,8 +8,8 @@ graph that it leaves is made of batched ops, which are fused like any others, wi
     tensor([[11, 12],
             [21, 22]])
 
-A `Transform` calls its function in one place, `Transform.function`; `of(fn)` is the same transform of another function, for rewrites of
-the source. An op without a batching rule runs in torch's loop over the batch, and torch warns.
+A `Transform` calls its function in one place, `Transform.function`, where a capture may put a rewritten twin. An op without a batching rule
+runs in torch's loop over the batch, and torch warns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from ..capture import trace
 from .ensemble import Ensemble
 
 Tensor = torch.Tensor
@@ -52,13 +53,14 @@ class Transform:
     def __repr__(self) -> str:
         return f"<fusejit.{self.kind} of {name_of(self.__wrapped__)}>"
 
-    def of(self, fn: Any) -> Transform:
-        """The same transform of another function."""
-        return type(self)(fn, **self.options)
-
     def function(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original."""
-        return self.__wrapped__(*args, **kwargs)
+        """Call the original; while a function is captured, what the capture makes of it."""
+        fn = self.__wrapped__
+        if trace.active():
+            trace.recorder().watch(fn)
+            rewrite = getattr(trace.recorder(), "rewrite", None)
+            fn = fn if rewrite is None else rewrite(fn)
+        return fn(*args, **kwargs)
 
 
 def name_of(fn: Any) -> str:
