@@ -15,6 +15,7 @@ from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupp
 from .function import JitFunction, disable_jit
 from .jit import jit
 from .module import JitModule
+from .rewrites.batch import grad, value_and_grad, vmap
 from .rewrites.exclude import exclude_from_trace
 from .rewrites.jit_class import jit_class
 from .specialise import compile_for
@@ -36,10 +37,13 @@ __all__ = [
     "depend",
     "disable_jit",
     "exclude_from_trace",
+    "grad",
     "jit",
     "jit_class",
     "mutable",
     "partial_trace",
     "print",
     "trace",
+    "value_and_grad",
+    "vmap",
 ]

@@ -394,7 +394,7 @@ def compile_for(
     Raises:
         CaptureError: the function cannot be captured. CompileError: a kernel cannot be compiled.
     """
-    fn = getattr(fn, "__wrapped__", fn) if type(fn).__module__.startswith("fusejit") else fn
+    fn = getattr(fn, "__wrapped__", fn) if hasattr(type(fn), "explain") else fn  # of a jitted function, the original
     name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
     settings = Settings(jit_level=jit_level, fullgraph=True, backend="triton", numerics=numerics, name=name, target=target)
     leaves: list[Any] = []

@@ -205,7 +205,8 @@ class Recorder:
         elif event == "c_call" and type(arg) is types.BuiltinFunctionType and arg in REFUSED_CALLS and not self.silent:
             if kind(frame.f_code.co_filename) == "torch":
                 return
-            raise Unsupported(*REFUSED_CALLS[arg], frame_line(frame))
+            op, reason = REFUSED_CALLS[arg]
+            raise Unsupported(op, reason, frame_line(frame))
 
     # Recording reads.
 

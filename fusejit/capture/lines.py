@@ -55,13 +55,6 @@ def user_frame(frame: FrameType | None, stop: Any = None) -> FrameType | None:
     return library
 
 
-def of_transform(frame: FrameType | None) -> bool:
-    """Whether torch.func's own Python made a call (through torch's front functions), rather than the user's."""
-    while frame is not None and frame.f_globals.get("__name__") in ("torch.overrides", "torch.autograd"):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch._functorch.")
-
-
 def stack_entry(filename: str, number: int, name: str) -> str:
     """Write one traceback entry, the form in which fx carries lines from graph to graph."""
     return f'File "{filename}", line {number}, in {name}\n    {linecache.getline(filename, number).strip()}'

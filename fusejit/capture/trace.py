@@ -34,8 +34,9 @@ from . import tree
 from .effects import Effect, Recorder
 from .generators import numpy_state, restore_generators
 from .identity import check_identities
-from .lines import error_line, frame_entry, frame_line, of_transform, raised_by_user, shorten, user_frame, user_line
+from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame, user_line
 from .ordered import OPS as ORDERED
+from .transforms import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
 
 Tensor = torch.Tensor
 LOCK = threading.RLock()
@@ -90,10 +91,6 @@ class Constant:
     value: Any
 
 
-class Retrace(BaseException):
-    """The body uses a functorch transform, which needs tracing below autograd."""
-
-
 def active() -> bool:
     """Whether this thread is inside a capture."""
     return getattr(LOCAL, "recorder", None) is not None
@@ -143,30 +140,47 @@ DATA = T.data.__get__
 class Tracing(TorchFunctionMode):
     """Sees each torch call of the body first: replaces real tensors by inputs of the graph, notes the user's line, refuses what is lost."""
 
-    def __init__(self, fake_mode: Any, plain: bool, stop: Any) -> None:
+    def __init__(self, fake_mode: Any, stop: Any) -> None:
         super().__init__()
-        self.fake_mode, self.plain, self.stop = fake_mode, plain, stop
+        self.fake_mode, self.stop = fake_mode, stop
         self.twins: dict[int, Any] = {}
         self.arguments: dict[int, int] = {}
         self.lifted: list[tuple[Tensor, torch.fx.Node]] = []
         self.same: list[tuple[Tensor, int]] = []
-        self.inference = torch.is_inference_mode_enabled()
-        self.tracer: Any = None
+        self.mode: Any = None
+        self.grad = False
         self.token: Tensor | None = None
+
+    def follow(self, mode: Any) -> None:
+        """Record through a proxy mode, from the present grad mode on."""
+        keep = mode.__torch_dispatch__
+
+        def record(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            self.note_grad()
+            if func not in MAKES_CONSTANT:  # a tensor that only a transform's own code has touched
+                args, kwargs = self.replace(args), self.replace(kwargs)
+            return keep(func, (), args, kwargs)
+
+        self.mode, self.grad = mode, torch.is_grad_enabled()
+        follow_levels(mode, record)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         import torch.fx.traceback as fx_traceback  # the module's attribute `current_meta` is replaced now and then
 
-        frame = user_frame(sys._getframe(1), self.stop)
-        own = of_transform(sys._getframe(1))
-        if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None) and not own:
+        caller = sys._getframe(1)
+        frame = user_frame(caller, self.stop)
+        if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None) and not of_transform(caller):
             op, reason = REFUSED[func]
             raise Unsupported(op, f"{reason}; {WAY_OUT}", shorten(entry_of(frame)))
-        if torch._C._functorch.maybe_current_level() is not None and not self.plain and not keeps_count(func):
-            raise Retrace
         fx_traceback.current_meta["stack_trace"] = entry_of(frame)
-        if torch.is_inference_mode_enabled() is not self.inference:
-            self.note_inference()
+        if func is torch._C._set_grad_enabled and self.traces_here() or is_level_change(func):
+            with torch._C.DisableTorchFunction():  # the graph keeps what became of it: see note_grad, and transforms.py
+                return func(*self.replace(args), **(kwargs or {}))
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            if transforming():
+                raise Unsupported(f"{func._name} under torch.func", "a function of functions cannot be followed there", frame_line(frame))
+            if self.traces_here():
+                self.note_grad()
         if func == DATA:
             func = T.detach
         if func in ORDERED:
@@ -179,13 +193,19 @@ class Tracing(TorchFunctionMode):
         """Call an op with an effect after the one before it; the last token becomes an output of the graph."""
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-        if getattr(get_proxy_mode(), "tracer", None) is not self.tracer:
+        if getattr(get_proxy_mode(), "tracer", None) is not self.mode.tracer:
             raise Unsupported(f"{func} inside a branch that is a graph of its own", "it would be lost; move it behind the branch", line)
         made: Tensor = func(self.token, *args[1:])
         while torch._C._functorch.is_functorch_wrapped_tensor(made):  # a token is older than every transform
             made = torch._C._functorch.get_unwrapped(made)
         self.token = made
         return made
+
+    def traces_here(self) -> bool:
+        """Whether ops go into this trace now, and not into the trace of a branch or a loop body."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        return get_proxy_mode() is self.mode
 
     def replace(self, value: Any) -> Any:
         """Replace real tensors in (nested lists of) arguments by their fake twins."""
@@ -213,31 +233,29 @@ class Tracing(TorchFunctionMode):
 
     def lift(self, value: Tensor) -> Tensor:
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
         with torch._C.DisableTorchFunction():  # or looking at it would make an input of it before it is one
             refuse_tensor(value, "a closed-over tensor")
-        if self.plain and value.requires_grad and torch.is_grad_enabled():
-            raise Unsupported(
-                "a torch.func transform", "cannot be differentiated from outside; call it under torch.no_grad()", in_python=False
-            )
-        mode: Any = get_proxy_mode()
-        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.inference_mode(False):
+        bare = contextlib.ExitStack()
+        for state in (torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), disable_proxy_modes_tracing()):
+            bare.enter_context(state)
+        with bare, unset_fake_temporarily(), torch.inference_mode(False):
             fake = self.fake_mode.from_tensor(value)
         assert isinstance(fake, FakeTensor)
-        proxy = mode.tracer.create_proxy("placeholder", f"lifted_{len(self.lifted)}", (), {})
-        with torch._C.DisableTorchFunction():
-            track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
+        tracer = self.mode.tracer
+        proxy = tracer.create_proxy("placeholder", f"lifted_{len(self.lifted)}", (), {})
+        with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
+            track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
         self.lifted.append((value, proxy.node))
         return fake
 
-    def note_inference(self) -> None:
-        """Write the entering and leaving of inference mode, which torch's tracing does not see, as changes of grad mode."""
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-        self.inference = torch.is_inference_mode_enabled()
-        mode: Any = get_proxy_mode()
-        mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (torch.is_grad_enabled(),), {})
+    def note_grad(self) -> None:
+        """Write a change of grad mode before the op that it matters to: of autograd outside all transforms, inference mode included."""
+        now = torch.is_grad_enabled()
+        if now is not self.grad:
+            self.grad = now
+            self.mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (now,), {})
 
 
 def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = ()) -> Captured:
@@ -258,16 +276,10 @@ def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", w
     structure = tree.flatten((args, kwargs), leaves)
     check_arguments(structure, leaves)
     with LOCK:
-        try:
-            return trace_once(fn, structure, leaves, name, watch, plain=False)
-        except Retrace:
-            if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-                reason = "its gradient from outside would be lost; call the jitted function under torch.no_grad()"
-                raise Unsupported("a torch.func transform inside a jitted function", reason, in_python=False) from None
-            return trace_once(fn, structure, leaves, name, watch, plain=True)
+        return trace_once(fn, structure, leaves, name, watch)
 
 
-def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, plain: bool) -> Captured:
+def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple) -> Captured:
     """Run the body once; whatever happens, put the user's objects back."""
     watcher = LOCAL.recorder = Recorder()
     generators = random.getstate(), numpy_state()
@@ -276,7 +288,7 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
     try:
         for item in (fn, *watch, *leaves):
             watcher.watch(item)
-        captured = run_body(fn, structure, leaves, name, plain, watcher)
+        captured = run_body(fn, structure, leaves, name, watcher)
     except BaseException as raised:  # put back in order below, whatever it was
         error = raised
     finally:
@@ -301,7 +313,7 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
     return captured
 
 
-def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: bool, watcher: Recorder) -> Captured:
+def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher: Recorder) -> Captured:
     """The trace itself: fake inputs, make_fx, and the graph put in order."""
     import torch.fx.traceback as fx_traceback
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -309,7 +321,7 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
 
     modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
     fake_mode = modes.pop() if modes else FakeTensorMode()
-    tracing = Tracing(fake_mode, plain, None)
+    tracing = Tracing(fake_mode, None)
     result: list[Any] = []
     positions: list[int] = []
     fakes: list[Tensor] = []
@@ -325,14 +337,13 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         stand_in = dict(zip(tracing.arguments, inputs))
         mode: Any = get_proxy_mode()
-        tracing.tracer = mode.tracer
         watcher.ignored.add(id(mode.tracer.root))
+        tracing.follow(mode)
         values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree.unflatten(structure, iter(values))
         with tracing, watcher:  # inside the trace: fx replaces nn.Module.__getattr__ too
             out = fn(*args, **kwargs)
-            if torch.is_inference_mode_enabled() is not tracing.inference:
-                tracing.note_inference()
+            tracing.note_grad()
             check_unchanged((args, kwargs), structure, values)
             check_identities(fn, out, (args, kwargs))
             flat: list[Any] = []
@@ -343,21 +354,13 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
         return tuple(tensors if tracing.token is None else [*tensors, tracing.token])
 
     tracing.stop = body.__code__
-    with capture_state(), fake_mode, fx_traceback.preserve_node_meta():
+    with capture_state(), fake_mode, outside_levels(fake_mode), fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("stack_trace", None)
-        module = make_fx(body, tracing_mode="real", pre_dispatch=not plain)(*fakes)
+        module = make_fx(body, tracing_mode="real", pre_dispatch=True)(*fakes)
     order_graph(module, [node for _, node in tracing.lifted])
     lifted = tuple(value for value, _ in tracing.lifted)
     outputs = sort_outputs(result[1])
     return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name)
-
-
-def keeps_count(func: Any) -> bool:
-    """Whether a function only enters or leaves a functorch transform: held back, its level would stay on torch's stack.
-
-    torch 2.11 shows these to torch function modes in every pre-dispatch trace, later versions only while exporting.
-    """
-    return getattr(func, "__module__", "") == "torch._functorch.predispatch" and func.__name__.endswith(("_nesting", "_dual_level"))
 
 
 @contextlib.contextmanager
@@ -484,7 +487,7 @@ def argument_name(structure: Any, number: int) -> str:
 
 def explain_error(error: BaseException) -> BaseException:
     """Turn torch's own refusals into `Unsupported`; leave the user's exceptions as they are."""
-    if isinstance(error, (Unsupported, CaptureError, Retrace)) or not isinstance(error, Exception) or raised_by_user(error):
+    if isinstance(error, (Unsupported, CaptureError)) or not isinstance(error, Exception) or raised_by_user(error):
         return error
     name = type(error).__name__
     if name in DATA_DEPENDENT or "data-dependent" in str(error).lower():

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .cluster import Cluster, Expr, Load, Store, cast, compute, const, iota, load, random, reduction, rewrite, view
+from .cluster import Cluster, Expr, Load, Store, cast, compute, const, iota, load, postorder, random, reduction, rewrite, view
 from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
 from .layout import Affine, Reshape, contiguous, permute, slice_, strided
-from .lower import CHECKS, Extern, Lowering, Rule
+from .lower import CHECKS, Buffer, Extern, Lowering, Rule
 from .ops import DTYPES, OPS
 from .size import product
 
@@ -353,12 +353,28 @@ def _copy_(low: Lowering, node: Node) -> Expr:
     target, source = node.args[:2]
     buffer = low.buffers[target.name]
     value = cast(low.expr(source, target.meta["val"].shape), buffer.dtype)
+    if product(buffer.shape) and _reads_written(value, buffer, node):
+        value = low.store(value, target.meta["val"], node, "read elsewhere in an input that the graph changes")
+        low.steps.insert(_first_change(low), low.steps.pop())
     made = low.buffer(buffer.shape, buffer.strides, buffer.dtype, buffer.device, written_to=buffer.name)
     low.reasons[made.name] = "an in-place change of an input"
     if product(buffer.shape):
         low.steps.append(Cluster.build(buffer.shape, (), [Store(made.name, made.layout, value, buffer.dtype)], low.lines(node)))
     low.owned.add(node)
     return low.whole(made)
+
+
+def _reads_written(value: Expr, own: Buffer, node: Node) -> bool:
+    """Whether a new value of an input needs old values of changed inputs other than the very element that it replaces."""
+    written = {n.args[0].name for n in node.graph.nodes if n.target is node.target and isinstance(n.args[0], Node)}
+    old = [n for n in postorder([value]) if isinstance(n, Load) and n.buffer in written]
+    return any(n.buffer != own.name or n.index or n.layout != own.layout for n in old)
+
+
+def _first_change(low: Lowering) -> int:
+    """The place of the first step that overwrites an input."""
+    changes = [any(low.buffers[store.buffer].written_to for store in s.stores) if isinstance(s, Cluster) else False for s in low.steps]
+    return changes.index(True) if True in changes else len(low.steps) - 1
 
 
 def _split(low: Lowering, node: Node) -> Any:

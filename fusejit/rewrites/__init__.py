@@ -1,1 +1,1 @@
-"""Rewrites: source to source, before anything is traced."""
+"""Source to source and function to function: what happens to Python before it is traced."""
