@@ -1,0 +1,1 @@
+"""Rewrites: source to source, before anything is traced."""
