@@ -51,6 +51,7 @@ class Report:
         bytes_minimum: every input of the forward and of the backward read once and every result written once.
         compile_ms: milliseconds by stage; "forward.render" and the like are parts of "forward".
         effects: attribute writes that capture put back.
+        control: what each `if`, loop and condition on a tensor became, and why.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Report:
     backward: Half
     fallbacks: tuple[Fallback, ...]
     effects: tuple[Any, ...]
+    control: tuple[Any, ...]
     eager: tuple[tuple[str, int], ...]
     bytes_minimum: int
     compile_ms: dict[str, float]
@@ -94,7 +96,11 @@ class Report:
         for title, half in (("forward", self.forward), ("backward", self.backward)):
             if half.kernels or half.externs:
                 lines += [f"  {title}", *(f"    {line}" for line in _half(half))]
-        for title, rows in (("fallbacks", self.fallbacks), ("attribute writes put back after capture", self.effects)):
+        for title, rows in (
+            ("control flow", self.control),
+            ("fallbacks", self.fallbacks),
+            ("attribute writes put back after capture", self.effects),
+        ):
             if rows:
                 lines += [f"  {title}", *(f"    {row}" for row in rows)]
         lines.append("  compile  " + "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in self.compile_ms.items() if "." not in stage))
@@ -133,7 +139,7 @@ def report(found: Specialisation, name: str) -> Report:
     backward = found.backward
     return Report(
         name=name, backend=found.backend, forward=_program(found.forward), backward=_program(backward), fallbacks=tuple(found.fallbacks),
-        effects=tuple(found.effects), eager=_eager(found), bytes_minimum=_bytes_minimum(found, backward),
+        effects=tuple(found.effects), control=tuple(found.control), eager=_eager(found), bytes_minimum=_bytes_minimum(found, backward),
         compile_ms=found.stages_ms, stages=dict(found.record),
     )  # fmt: skip
 

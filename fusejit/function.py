@@ -118,7 +118,11 @@ class JitFunction:
     def plain(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the original Python."""
         if trace.active():
+            rewrite = trace.recorder().rewrite
             trace.recorder().watch(self.__wrapped__)
+            if rewrite is not None:
+                fn = rewrite(self.__wrapped__)
+                return fn(*args, **kwargs) if receiver is None else fn(receiver, *args, **kwargs)
         return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
 
     def bound(self, receiver: Any) -> Callable:

@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -115,7 +115,8 @@ def global_names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tup
 class Recorder:
     """Records reads and writes of one thread between `__enter__` and `__exit__`; one at a time in a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, rewrite: Callable | None = None) -> None:
+        self.rewrite = rewrite
         self.reads: dict[tuple[int, str, str], Read] = {}
         self.sources: dict[int, Read] = {}
         self.writes: dict[tuple[int, str], str] = {}
@@ -167,6 +168,8 @@ class Recorder:
             value = get(obj, name)
             if ident() == recorder.owner and not recorder.silent and not name.startswith("__"):
                 recorder.note(obj, name, value)
+                if name == "forward" and recorder.rewrite is not None and isinstance(obj, torch.nn.Module):
+                    return recorder.rewrite(value, obj)
             return value
 
         def getattr_missing(obj: Any, name: str) -> Any:
