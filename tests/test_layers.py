@@ -19,7 +19,7 @@ ORDER = [
     *("capture/", "capture/lines", "capture/tree"),
     *("rewrites/", "rewrites/source", "rewrites/jumps", "rewrites/liveness", "rewrites/select"),
     *("capture/effects", "capture/trace", "capture/guards"),
-    *("rewrites/arms", "rewrites/merge", "rewrites/surroundings", "rewrites/pieces", "rewrites/branches"),
+    *("rewrites/arms", "rewrites/numbers", "rewrites/merge", "rewrites/surroundings", "rewrites/pieces", "rewrites/branches"),
     *("rewrites/control", "rewrites/calls", "rewrites/capture"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),

@@ -46,7 +46,7 @@ class Writer:
         return self.pick(TESTS)
 
     def block(self, depth: int, indent: int, loop: bool) -> None:
-        for _ in range(self.draw(st.integers(1, 3))):
+        for _ in range(self.draw(st.integers(1, 2 if depth < 2 else 3))):
             self.statement(depth, indent, loop)
 
     def statement(self, depth: int, indent: int, loop: bool) -> None:
@@ -91,7 +91,7 @@ class Writer:
 @st.composite
 def programs(draw: Any) -> str:
     writer = Writer(draw)
-    writer.block(3, 1, False)
+    writer.block(2, 1, False)
     head = ["def program(x, y, n, flag):", "    a, b, c = x * 1, y * 1, x * 2"]
     return "\n".join([*head, *writer.lines, "    return a + b * 0.5 + c * 0.1, n", ""])
 
@@ -121,7 +121,9 @@ def load(text: str) -> Any:
 def run(program: Any, x: torch.Tensor, y: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
     result, number = program(x, y, *rest)
-    grads = torch.autograd.grad((result * torch.arange(1.0, 4.0)).sum(), (x, y), allow_unused=True) if result.requires_grad else (None, None)
+    grads = (
+        torch.autograd.grad((result * torch.arange(1.0, 4.0)).sum(), (x, y), allow_unused=True) if result.requires_grad else (None, None)
+    )
     zeros = torch.zeros(3, dtype=x.dtype)
     return (result.detach(), torch.as_tensor(number, dtype=torch.float64), *(zeros if grad is None else grad for grad in grads))
 

@@ -13,8 +13,9 @@ changes in place is copied first; the copy is written back under the mask.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Arm(TorchFunctionMode):
         changed: (entering tensor, its changed copy).
     """
 
-    def __init__(self, mask: Tensor, taken: bool, guard: bool = True) -> None:
+    def __init__(self, mask: Tensor | None, taken: bool, guard: bool = True) -> None:
         super().__init__()
         self.mask, self.taken, self.guard = mask, taken, guard
         self.ops = self.bytes = 0
@@ -83,6 +84,7 @@ class Arm(TorchFunctionMode):
         self.twins: dict[int, Tensor] = {}
         self.changed: list[tuple[Tensor, Tensor]] = []
         self.entered: list[Tensor] = []
+        self.scratch: set[int] = set()  # made by the guards of arms inside; no one will look at them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -116,7 +118,7 @@ class Arm(TorchFunctionMode):
     def enter(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, Tensor):
-            return value if id(value) in self.known else self.twin(value)
+            return self.twin(value) if id(value) in self.twins or id(value) not in self.known else value
         if kind is tuple or kind is list:
             return kind([self.enter(item) for item in value])
         if kind is dict:
@@ -127,12 +129,17 @@ class Arm(TorchFunctionMode):
         found = self.twins.get(id(value))
         if found is None:
             self.entered.append(value)  # keeps its id its own
-            found = self.twins[id(value)] = self.between(value, value.detach()) if self.guard and differentiable(value) else value
+            found = value
+            if self.guard and differentiable(value):
+                with guarding():
+                    found = self.between(value, value.detach())
+            self.twins[id(value)] = found
             self.known[id(found)] = found
         return found
 
     def between(self, value: Tensor, other: Any) -> Tensor:
         """The value where this arm is taken, the other one where not."""
+        assert self.mask is not None
         return torch.where(self.mask, value, other) if self.taken else torch.where(self.mask, other, value)
 
     def keep(self, value: Any, counted: bool = False) -> None:
@@ -140,6 +147,8 @@ class Arm(TorchFunctionMode):
             if counted and id(value) not in self.known:
                 self.ops += 1
                 self.bytes += value.numel() * value.element_size()
+            if getattr(LOCAL, "guarding", False):
+                self.scratch.add(id(value))
             self.known[id(value)] = value
         elif isinstance(value, (tuple, list)):
             for item in value:
@@ -186,7 +195,7 @@ class Arm(TorchFunctionMode):
 
     def made_of_twins(self, target: Tensor) -> list[Tensor]:
         skipped = {id(value) for value in (target, *self.twins.values())}
-        return [value for value in self.known.values() if id(value) not in skipped]
+        return [value for place, value in self.known.items() if place not in skipped and place not in self.scratch]
 
     def refuse_change(self, target: Any) -> None:
         raise Unsupported(
@@ -209,6 +218,16 @@ def memory_of(value: Tensor) -> Any:
     return value.untyped_storage()._cdata if value.layout is torch.strided else id(value)
 
 
+@contextlib.contextmanager
+def guarding() -> Iterator[None]:
+    """While an arm makes the twins of what enters it."""
+    before, LOCAL.guarding = getattr(LOCAL, "guarding", False), True
+    try:
+        yield
+    finally:
+        LOCAL.guarding = before
+
+
 class NoSelect(Exception):
     """An arm holds what only a branch of the graph can; the text says what."""
 
@@ -218,7 +237,7 @@ def guarded() -> bool:
     return any(arm.guard for arm in getattr(LOCAL, "arms", ()))
 
 
-def run_arm(body: Callable[[], Any], mask: Tensor, taken: bool, guard: bool = True) -> tuple[Any, Arm]:
+def run_arm(body: Callable[[], Any], mask: Tensor | None, taken: bool, guard: bool = True) -> tuple[Any, Arm]:
     """Run one arm and return its result and its record."""
     arm = Arm(mask, taken, guard)
     running = LOCAL.__dict__.setdefault("arms", [])

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
-from ..capture import tree
+from ..capture import trace, tree
 from ..capture.lines import frame_entry, user_frame
 from ..errors import Unsupported
+from .arms import run_arm
+from .jumps import VALUE, is_flag
 from .merge import MISSING, NUMBERS, Mismatch, merge, shown
+from .numbers import is_number, mark_number
 from .pieces import Like, Piece, branch_piece, cut, erase, loop_piece, nodes_after, outside
 
 Tensor = torch.Tensor
@@ -60,7 +63,12 @@ class Weaver:
         erase(self.graph, nodes)
 
     def cut(self, nodes: Sequence[torch.fx.Node], inputs: Sequence[torch.fx.Node], outputs: Sequence[torch.fx.Node]) -> Any:
-        return cut(self.tracer.root, nodes, inputs, outputs)
+        recorder = trace.recorder()
+        recorder.silent += 1  # the modules that are made here are no modules of the user's
+        try:
+            return cut(self.tracer.root, nodes, inputs, outputs)
+        finally:
+            recorder.silent -= 1
 
     def emit(self, piece: Piece, inputs: Sequence[torch.fx.Node], outs: Sequence[Tensor]) -> None:
         """Add the node of a piece; `outs` become its results."""
@@ -75,10 +83,23 @@ class Weaver:
         with torch._C.DisableTorchFunction():
             for number, out in enumerate(outs):
                 track_tensor_tree(out, proxy[number], constant=None, tracer=self.tracer)
+                if hasattr(out, "fusejit_number"):
+                    mark_number(out)
 
 
 def like(value: Tensor) -> Like:
     return Like(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+
+def zeros(value: Tensor) -> Tensor:
+    """Zeros that are like a tensor, without a node that takes it."""
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    leaves: list[Any] = []
+    tree.flatten(values, leaves)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def untracked(value: Tensor, requires_grad: bool) -> Tensor:
@@ -95,6 +116,27 @@ def untracked(value: Tensor, requires_grad: bool) -> Tensor:
 # Branches.
 
 
+class Pairs:
+    """Chooses between the tensors of two arms by making them results of the branch."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __call__(self, one: Tensor, other: Tensor) -> Tensor:
+        made = untracked(one, one.requires_grad or other.requires_grad)
+        self.pairs.append((one, other, made))
+        return made
+
+    def alone(self, value: Any, place: int) -> Any:
+        """A value of one arm that the other one does not have; zeros stand for it there."""
+        leaves: list[Any] = []
+        structure = tree.flatten(value, leaves)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[number] = self(leaf, zeros(leaf)) if place == 0 else self(zeros(leaf), leaf)
+        return tree.unflatten(structure, iter(leaves))
+
+
 def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
     """Trace both arms as they are, cut them out, and return the variables' values behind the branch.
 
@@ -102,23 +144,15 @@ def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
         choice: see control.py; mark: the last node before the arms were tried.
     """
     weaver.erase(weaver.since(mark))
-    traced, values = [], []
+    traced, values, arms = [], [], []
     for place in (0, 1):
         start = weaver.mark()
         found, arm = choice.trial(place, guard=False)
-        if arm.changed:
-            reason = "only a cheap arm may change a tensor in place; write `x = x + y` instead of `x += y`"
-            raise Unsupported("an in-place change in an arm of an `if` that depends on a tensor", reason, choice.site.line)
         traced.append(weaver.since(start))
         values.append(found)
-    pairs: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def pick(one: Tensor, other: Tensor) -> Tensor:
-        made = untracked(one, one.requires_grad or other.requires_grad)
-        pairs.append((one, other, made))
-        return made
-
-    merged = choice.merged(values, pick)
+        arms.append(arm)
+    pick = Pairs()
+    merged, changed, pairs = choice.merged(values, pick), choice.changed(arms, pick), pick.pairs
     sides = [[weaver.node(pair[number]) for pair in pairs] for number in (0, 1)]
     operands = list(outside(traced[0], sides[0]) | outside(traced[1], sides[1]))
     inner = set(traced[0]) | set(traced[1])
@@ -130,6 +164,8 @@ def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
     if pairs:
         piece = branch_piece(graphs[0], graphs[1], tuple(like(made) for _, _, made in pairs), choice.site.line)
         weaver.emit(piece, [predicate, *operands], [made for _, _, made in pairs])
+    for original, new in changed:
+        original.copy_(new)
     return merged
 
 
@@ -143,14 +179,28 @@ class Loop:
         self.test, self.body, self.site, self.cells = test, body, site, cells
         self.content, self.put = content, put
         self.weaver = Weaver()
-        self.names = [name for name in cells if name in site.live and content(cells[name]) is not MISSING]
+        kept = [name for name in cells if name in site.live or name == VALUE or is_flag(name)]
+        self.names = [name for name in kept if content(cells[name]) is not MISSING or name == VALUE]
+        self.local = [name for name in cells if name not in self.names]
 
     def values(self) -> list[Any]:
         return [self.content(self.cells[name]) for name in self.names]
 
     def set(self, values: Sequence[Any]) -> None:
+        for name in self.local:  # what one round leaves behind the next one does not see
+            self.put(self.cells[name], MISSING)
         for name, value in zip(self.names, values):
             self.put(self.cells[name], value)
+
+    def round(self, heads: Any) -> list[tuple[Tensor, Tensor]]:
+        """Trace one round; a carried tensor that it changes in place is copied first, and (tensor, copy) returned."""
+        self.test()
+        _, arm = run_arm(self.body, None, taken=True, guard=False)
+        carried = {id(value) for value in tensors_of(heads)}
+        if any(id(original) not in carried for original, _ in arm.changed):
+            reason = f"its body changes a tensor in place that is no variable of the loop; {LOOP_WAY_OUT}"
+            raise Unsupported("`while` on a tensor", reason, self.site.line)
+        return arm.changed
 
     def refuse(self, name: str, reason: str) -> Unsupported:
         return Unsupported("`while` on a tensor", f"`{name}` {reason}; {LOOP_WAY_OUT}", self.site.line)
@@ -159,9 +209,9 @@ class Loop:
         """Return (structures, leaves) of the carried variables, with numbers that change in the loop made tensors."""
         for _ in range(ROUNDS):
             mark, before = self.weaver.mark(), self.values()
-            self.test()
-            self.body()
+            self.round(before)
             after = self.values()
+            self.numbers = {id(value) for value in tensors_of(after) if value.dim() == 0 and is_number(value)}
             self.weaver.erase(self.weaver.since(mark))
             settled = [self.promote(name, one, other) for name, one, other in zip(self.names, before, after)]
             self.set(settled)
@@ -179,6 +229,11 @@ class Loop:
         """The value to start with, so that a round leaves its kind as it is."""
         ones: list[Any] = []
         others: list[Any] = []
+        if before is MISSING and name == VALUE and after is not MISSING:  # the result of a `return`, which counts when its flag is set
+            structure = tree.flatten(after, others)
+            return tree.unflatten(structure, iter([zeros(x) if isinstance(x, Tensor) else x for x in others]))
+        if before is MISSING and after is MISSING:
+            return MISSING
         if after is MISSING or tree.flatten(before, ones) != (structure := tree.flatten(after, others)):
             raise self.refuse(name, f"is {shown(before)} before and {shown(after)} after a round")
         made = [self.promote_leaf(name, one, other) for one, other in zip(ones, others)]
@@ -191,12 +246,13 @@ class Loop:
                 raise self.refuse(name, f"is {shown(before)} before and {shown(after)} after a round")
             return before
         if type(before) in NUMBERS and isinstance(after, Tensor):
-            return torch.full(after.shape, before, dtype=after.dtype, device=after.device)
+            made = torch.full(after.shape, before, dtype=after.dtype, device=after.device)
+            return mark_number(made) if id(after) in self.numbers else made
         if type(before) in NUMBERS and type(after) in NUMBERS:
             if type(before) is type(after) and before == after:
                 return before
             dtype = {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}[type(after)]
-            return torch.full((), before, dtype=dtype)
+            return mark_number(torch.full((), before, dtype=dtype))
         if isinstance(before, Tensor) and type(after) in NUMBERS and before.dim() == 0:
             return before
         try:
@@ -210,9 +266,11 @@ class Loop:
         places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         starts = [weaver.node(leaves[number]) for number in places]
         mark = weaver.mark()
-        inside = list(leaves)
+        inside, started = list(leaves), list(leaves)
         for number in places:
             inside[number] = leaves[number].clone()
+            if hasattr(leaves[number], "fusejit_number"):
+                mark_number(inside[number])
         heads = [weaver.node(inside[number]) for number in places]
         rest = iter(inside)
         self.set([tree.unflatten(structure, rest) for structure in structures])
@@ -220,7 +278,7 @@ class Loop:
         tested = weaver.node(self.test().reshape(()))
         tests = weaver.since(first)
         second = weaver.mark()
-        self.body()
+        changed = self.round(inside)
         after: list[Any] = []
         for value in self.values():
             tree.flatten(value, after)
@@ -236,7 +294,11 @@ class Loop:
         weaver.erase(weaver.since(mark))
         weaver.emit(loop_piece(test_graph, body_graph, results, self.site.line), [*starts, *operands], outs)
         for number, out in zip(places, outs):
+            if hasattr(leaves[number], "fusejit_number"):
+                mark_number(out)
             leaves[number] = out
+            if any(original is inside[number] for original, _ in changed):
+                leaves[number] = started[number].copy_(out)
         rest = iter(leaves)
         self.set([tree.unflatten(structure, rest) for structure in structures])
 

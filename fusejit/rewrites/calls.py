@@ -24,7 +24,7 @@ from ..capture.lines import kind
 from ..errors import Unsupported
 from . import control
 from .jumps import FREE, HALT, NotRewritten
-from .select import AND, ASSERT, CALL, COMPARE, IF, IFEXP, NOT, OR, WHILE, rewrite
+from .select import AND, ASSERT, CALL, COMPARE, IF, IFEXP, NOT, OR, UPDATE, WHILE, rewrite
 from .source import NoSource, build, read
 
 CODES: dict[tuple[types.CodeType, str], types.CodeType | None] = {}
@@ -128,6 +128,7 @@ RUNTIME: dict[str, Callable] = {
     COMPARE: control.compare,
     ASSERT: control.assert_,
     WHILE: control.while_,
+    UPDATE: control.update,
     FREE: control.free,
     HALT: control.halt,
     CALL: callee,

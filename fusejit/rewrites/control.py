@@ -28,7 +28,8 @@ from ..errors import Unsupported
 from .arms import Arm, NoSelect, guarded, run_arm
 from .branches import Loop, Weaver, branch
 from .jumps import RETURNED, VALUE, is_flag
-from .merge import MISSING, Mismatch, Pick, merge
+from .merge import MISSING, Mismatch, Where, merge
+from .numbers import is_number
 from .select import Site
 from .surroundings import Surroundings
 
@@ -173,8 +174,10 @@ class Choice:
             ops, moved = sum(arm.ops for arm in arms), sum(arm.bytes for arm in arms)
             because = f"both arms: {ops} ops, {moved} B" + ("; under torch.func always" if transformed() else "")
             session().note(self.site, "select", because)
-            self.write_back(arms)
-            merged = self.merged([values for values, _ in found], lambda one, other: torch.where(self.pred, one, other))
+            pick = Where(self.pred)
+            merged, changed = self.merged([values for values, _ in found], pick), self.changed(arms, pick)
+            for original, new in changed:
+                original.copy_(new)
         for name, value in merged.items():
             put(self.cells[name], value)
 
@@ -198,17 +201,13 @@ class Choice:
         originals = {id(copy): original for original, copy in arm.changed}
         return {name: originals.get(id(value), value) for name, value in values.items()}, arm
 
-    def write_back(self, arms: list[Arm]) -> None:
-        """Give tensors that an arm changed in place their new values, where the arm is taken."""
-        for number, arm in enumerate(arms):
-            for original, copy in arm.changed:
-                twin = next((other for tensor, other in arms[1 - number].changed if tensor is original), None)
-                if number == 1 and twin is not None:
-                    continue  # both changed it: done with the first
-                last = original if twin is None else twin
-                original.copy_(torch.where(self.pred, *((copy, last) if number == 0 else (last, copy))))
+    def changed(self, arms: list[Arm], pick: Any) -> list[tuple[Tensor, Tensor]]:
+        """Tensors that an arm changed in place, each with what it holds behind the `if`."""
+        copies = [{id(original): copy for original, copy in arm.changed} for arm in arms]
+        originals = {id(original): original for arm in arms for original, _ in arm.changed}
+        return [(value, pick(copies[0].get(place, value), copies[1].get(place, value))) for place, value in originals.items()]
 
-    def merged(self, values: list[dict[str, Any]], pick: Pick) -> dict[str, Any]:
+    def merged(self, values: list[dict[str, Any]], pick: Any) -> dict[str, Any]:
         """One value for each variable; what cannot be one value becomes unbound, and reading it says why."""
         jumped = [any(is_flag(name) and value is True for name, value in found.items()) for found in values]
         found = {}
@@ -220,13 +219,14 @@ class Choice:
             found[name] = self.merge_variable(name, one, other, jumped, values, pick)
         return found
 
-    def merge_variable(self, name: str, one: Any, other: Any, jumped: list[bool], values: list[dict[str, Any]], pick: Pick) -> Any:
+    def merge_variable(self, name: str, one: Any, other: Any, jumped: list[bool], values: list[dict[str, Any]], pick: Any) -> Any:
         returned = [found.get(RETURNED) is True for found in values]
         if name != VALUE and not is_flag(name) and any(returned) and not all(returned):
-            return other if returned[0] else one  # after `return` no variable matters
+            kept = other if returned[0] else one  # after `return` no variable matters
+            return MISSING if kept is MISSING else pick.alone(kept, int(returned[0]))
         if (one is MISSING) != (other is MISSING):
             if any(jumped) and not all(jumped) or name == VALUE:
-                return other if one is MISSING else one  # what is guarded by the flag never sees the missing one
+                return pick.alone(other, 1) if one is MISSING else pick.alone(one, 0)  # the flag hides the missing one
             session().drop(name, self.site, "is bound in only one")
             return MISSING
         try:
@@ -335,6 +335,13 @@ def assert_(test: Any, site: Site) -> Any:
         return test
     session().note(site, "nothing", "a graph does not check it; run under fusejit.disable_jit() to have it checked")
     return True
+
+
+def update(name: str, value: Any, other: Any) -> Any:
+    """`value += other`: a number that became a tensor is still a number, which no other variable sees change."""
+    if isinstance(value, Tensor) and value.dim() == 0 and unknown(value) and is_number(value):
+        name = name[1:]
+    return getattr(operator, name)(value, other)
 
 
 def free(*flags: Any) -> Any:

@@ -2,7 +2,7 @@
 
 In: a predicate and two values: tensors, numbers, containers of them. Out: one value; or `Mismatch`, which says in what they differ.
 
-    >>> pick = functools.partial(torch.where, pred)
+    >>> pick = Where(pred)
     >>> merge(torch.ones(2), torch.zeros(2), pick)      # tensors: where
     >>> merge(1, 1, pick)                               # equal: as it is
     1
@@ -19,10 +19,25 @@ from typing import Any
 import torch
 
 from ..capture import tree
+from .numbers import mark_number
 
 Tensor = torch.Tensor
 NUMBERS = (bool, int, float)
 Pick = Callable[[Tensor, Tensor], Tensor]
+
+
+class Where:
+    """Chooses between two tensors by a predicate."""
+
+    def __init__(self, pred: Tensor) -> None:
+        self.pred = pred
+
+    def __call__(self, one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(self.pred, one, other)
+
+    def alone(self, value: Any, place: int) -> Any:
+        """A value that only the first or the second arm has."""
+        return value
 
 
 class _Missing:
@@ -75,7 +90,7 @@ def merge_numbers(one: Any, other: Any, pick: Pick) -> Any:
         return one
     if bool in (type(one), type(other)) and type(one) is not type(other):
         raise Mismatch(f"is {shown(one)} in one and {shown(other)} in the other")
-    return pick(*(torch.full((), number, dtype=number_dtype(one, other)) for number in (one, other)))
+    return mark_number(pick(*(torch.full((), number, dtype=number_dtype(one, other)) for number in (one, other))))
 
 
 def number_dtype(*numbers: Any) -> torch.dtype:
@@ -90,14 +105,21 @@ def merge_tensors(one: Any, other: Any, pick: Pick) -> Tensor:
     if not isinstance(second, Tensor):
         if type(second) not in NUMBERS:
             raise Mismatch(f"is a tensor in one and {shown(second)} in the other")
-        if torch.result_type(tensor, second) != tensor.dtype or (type(second) is bool) != (tensor.dtype is torch.bool):
+        if not fits(second, tensor.dtype):
             raise Mismatch(f"is {shown(one)} in one and {shown(other)} in the other")
-        number = torch.full_like(tensor, second)
+        number = torch.full(tensor.shape, second, dtype=tensor.dtype, device=tensor.device)
         return pick(*((tensor, number) if tensor is one else (number, tensor)))
     for what, a, b in (("dtype", one.dtype, other.dtype), ("shape", one.shape, other.shape), ("device", one.device, other.device)):
         if a != b:
             raise Mismatch(f"has {what} {plain(a)} in one and {plain(b)} in the other")
     return pick(one, other)
+
+
+def fits(number: Any, dtype: torch.dtype) -> bool:
+    """Whether a Python number leaves a tensor's dtype as it is."""
+    if type(number) is bool or dtype is torch.bool:
+        return type(number) is bool and dtype is torch.bool
+    return type(number) is int or dtype.is_floating_point or dtype.is_complex
 
 
 def plain(value: Any) -> str:

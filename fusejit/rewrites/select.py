@@ -24,11 +24,15 @@ from .liveness import Liveness, names_bound
 from .source import ARM, Source, code_of
 
 IF, IFEXP, AND, OR, NOT, COMPARE = (f"\0fusejit {name}" for name in ("if", "ifexp", "and", "or", "not", "compare"))
-ASSERT, WHILE, CALL = (f"\0fusejit {name}" for name in ("assert", "while", "call"))
-MARKERS = (IF, IFEXP, AND, OR, NOT, COMPARE, ASSERT, WHILE, CALL, FREE, HALT)
+ASSERT, WHILE, CALL, UPDATE = (f"\0fusejit {name}" for name in ("assert", "while", "call", "update"))
+MARKERS = (IF, IFEXP, AND, OR, NOT, COMPARE, ASSERT, WHILE, CALL, UPDATE, FREE, HALT)
 OPERATORS = {
     ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",
     ast.Is: "is_", ast.IsNot: "is_not", ast.In: "in", ast.NotIn: "not in",
+}  # fmt: skip
+UPDATES = {
+    ast.Add: "iadd", ast.Sub: "isub", ast.Mult: "imul", ast.Div: "itruediv", ast.FloorDiv: "ifloordiv", ast.Mod: "imod", ast.Pow: "ipow",
+    ast.BitAnd: "iand", ast.BitOr: "ior", ast.BitXor: "ixor", ast.LShift: "ilshift", ast.RShift: "irshift", ast.MatMult: "imatmul",
 }  # fmt: skip
 PLAIN = frozenset((
     "range", "len", "isinstance", "issubclass", "getattr", "setattr", "hasattr", "int", "float", "bool", "str", "tuple", "list",
@@ -191,6 +195,13 @@ class Converter(ast.NodeTransformer):
         if not isinstance(node.target, ast.Name):
             return node
         return None if node.value is None else placed(ast.Assign([node.target], node.value), node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        self.generic_visit(node)
+        if not isinstance(node.target, ast.Name):
+            return node
+        old = placed(ast.Name(node.target.id, ast.Load()), node.target)
+        return placed(ast.Assign([node.target], self.call(UPDATE, node, ast.Constant(UPDATES[type(node.op)]), old, node.value)), node)
 
     def visit_Global(self, node: ast.Global) -> Any:
         return None  # said at the top of the function
