@@ -13,6 +13,7 @@ from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupp
 from .function import JitFunction, disable_jit
 from .jit import jit
 from .module import JitModule
+from .rewrites.by_hand import cond, select, while_loop
 from .specialise import compile_for
 
 __version__ = "0.1.0"
@@ -26,6 +27,9 @@ __all__ = [
     "TraceError",
     "Unsupported",
     "compile_for",
+    "cond",
     "disable_jit",
     "jit",
+    "select",
+    "while_loop",
 ]

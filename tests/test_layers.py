@@ -20,7 +20,7 @@ ORDER = [
     *("rewrites/", "rewrites/source", "rewrites/jumps", "rewrites/liveness", "rewrites/select"),
     *("capture/effects", "capture/trace", "capture/guards"),
     *("rewrites/arms", "rewrites/numbers", "rewrites/merge", "rewrites/surroundings", "rewrites/pieces", "rewrites/branches"),
-    *("rewrites/control", "rewrites/calls", "rewrites/capture"),
+    *("rewrites/control", "rewrites/calls", "rewrites/by_hand", "rewrites/capture"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/launch", "runtime/eager"),

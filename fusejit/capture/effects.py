@@ -422,7 +422,7 @@ class Recorder:
     def describe(self, holder: Any, before: Any, owner: str) -> list[Effect]:
         if not isinstance(holder, dict):
             return [Effect(f"a {owner}" if owner == type(holder).__name__ else owner, "changed")]
-        names = [name for name in {**before, **holder} if holder.get(name, MISSING) is not before.get(name, MISSING)]
+        names = [name for name in {**before, **holder} if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)]
         lines = {name: line for (_, name), line in self.writes.items()}
         return [Effect(f"{owner}.{name}", "set" if name in holder else "deleted", lines.get(name, "")) for name in names]
 
@@ -465,7 +465,7 @@ def same_items(holder: Any, before: Any) -> bool:
     if len(holder) != len(before):
         return False
     if isinstance(holder, dict):
-        return all(holder.get(name, MISSING) is value for name, value in before.items())
+        return all(dict.get(holder, name, MISSING) is value for name, value in dict.items(before))  # a subclass may have a `get` of its own
     if isinstance(holder, set):
         return bool(holder == before)
     return all(one is other for one, other in zip(holder, before))

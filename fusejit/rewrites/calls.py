@@ -68,6 +68,7 @@ def callee(function: Any) -> Any:
     """What a call in a rewritten function calls."""
     kind_of = type(function)
     if kind_of is types.FunctionType:
+        function = INSTEAD.get(function, function)
         code = code_for(function, False)
         return function if code is None else build(function, code)
     if kind_of is types.BuiltinFunctionType or kind_of is type or isinstance(function, torch.nn.Module):
@@ -119,6 +120,8 @@ def reason_for(function: Any) -> str:
     return REASONS.get((code, code.co_filename), "") if code is not None else ""
 
 
+INSTEAD: dict[Callable, Callable] = {}
+"""Functions of torch that cannot be traced, by what a rewritten function calls in their place; filled by by_hand.py."""
 RUNTIME: dict[str, Callable] = {
     IF: control.if_,
     IFEXP: control.ifexp,

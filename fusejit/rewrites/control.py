@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..capture.lines import raised_by_user
 from ..errors import Unsupported
 from .arms import Arm, NoSelect, guarded, run_arm
 from .branches import Loop, Weaver, branch
@@ -154,7 +155,8 @@ class Choice:
         self.before = {name: content(cell) for name, cell in self.cells.items()}
         self.around = Surroundings(seen)
 
-    def run(self) -> None:
+    def run(self) -> dict[str, Any]:
+        """Return the variables behind the `if`, which they are set to."""
         weaver = None if transformed() else Weaver()
         mark: Any = None if weaver is None else weaver.mark()
         found: list[Any] = []
@@ -180,6 +182,7 @@ class Choice:
                 original.copy_(new)
         for name, value in merged.items():
             put(self.cells[name], value)
+        return merged
 
     def trial(self, place: int, guard: bool) -> tuple[dict[str, Any], Arm]:
         """Run one arm and take its values; the variables are then as before."""
@@ -191,9 +194,11 @@ class Choice:
         except (NameError, NoSelect):
             raise
         except Exception as error:
+            if not raised_by_user(error):  # torch's own, which the capture explains
+                raise
             way_out = "only values chosen by a tensor can be in a graph; check outside the jitted function, or use torch.where"
             reason = f"an arm raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {way_out}"
-            raise Unsupported("an `if` that depends on a tensor", reason, self.site.line) from error
+            raise Unsupported("an `if` that depends on a tensor", reason, self.site.line) from None  # not the user's own error
         finally:
             values = {name: content(cell) for name, cell in self.cells.items()}
             for name, cell in self.cells.items():
@@ -259,7 +264,7 @@ def ifexp(test: Any, then: Callable[[], Any], other: Callable[[], Any], site: Si
     return choose(as_predicate(test, site), then, other, site)
 
 
-def choose(pred: Tensor, then: Callable[[], Any], other: Callable[[], Any], site: Site) -> Any:
+def choose(pred: Tensor, then: Callable[[], Any], other: Callable[[], Any], site: Site, forced: str = "") -> Any:
     """The value of one of two expressions."""
     found: Any = MISSING
 
@@ -272,13 +277,14 @@ def choose(pred: Tensor, then: Callable[[], Any], other: Callable[[], Any], site
         found = other()
 
     own = Site(site.kind, site.line, ("found",), frozenset({"found"}))
-    choice = Choice(pred, set_then, set_other, own)
+    choice = Choice(pred, set_then, set_other, own, forced)
     choice.around = Surroundings(cells_of(then, other))
     here = session()
-    choice.run()
-    if found is MISSING:
-        raise Unsupported(f"`{site.kind}` on a tensor", f"its value {here.dropped.pop('found', '')}; {SELECT_WAY_OUT}", site.line)
-    return found
+    merged = choice.run()["found"]
+    if merged is MISSING:
+        reason = here.dropped.pop("found", "`found` is not the same kind of value in both").partition("`found` ")[2]
+        raise Unsupported(f"`{site.kind}` on a tensor", f"its value {reason}; {SELECT_WAY_OUT}", site.line)
+    return merged
 
 
 def and_(site: Site, value: Any, *rest: Callable[[], Any]) -> Any:
@@ -286,7 +292,7 @@ def and_(site: Site, value: Any, *rest: Callable[[], Any]) -> Any:
     for number, later in enumerate(rest):
         if unknown(value):
             last = value
-            return choose(as_predicate(last, site), lambda: and_(site, later(), *rest[number + 1 :]), lambda: truth_like(last, site), site)  # noqa: B023
+            return choose(as_predicate(last, site), lambda: alike(and_(site, later(), *rest[number + 1 :]), last), lambda: last, site)  # noqa: B023
         if not value:
             return value
         value = later()
@@ -298,15 +304,17 @@ def or_(site: Site, value: Any, *rest: Callable[[], Any]) -> Any:
     for number, later in enumerate(rest):
         if unknown(value):
             last = value
-            return choose(as_predicate(last, site), lambda: truth_like(last, site), lambda: or_(site, later(), *rest[number + 1 :]), site)  # noqa: B023
+            return choose(as_predicate(last, site), lambda: last, lambda: alike(or_(site, later(), *rest[number + 1 :]), last), site)  # noqa: B023
         if value:
             return value
         value = later()
     return value
 
 
-def truth_like(value: Tensor, site: Site) -> Tensor:
-    return value if value.dim() == 0 else value.reshape(()) if value.dtype is torch.bool else value
+def alike(value: Any, first: Tensor) -> Any:
+    """A condition of one element in the shape of the first operand; as conditions all such shapes say the same."""
+    fits = isinstance(value, Tensor) and value.numel() == 1 and value.dtype is torch.bool
+    return value.reshape(first.shape) if fits and value.shape != first.shape else value
 
 
 def not_(value: Any, site: Site) -> Any:

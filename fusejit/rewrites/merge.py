@@ -132,5 +132,8 @@ def shown(value: Any) -> str:
         return "not bound"
     if isinstance(value, Tensor):
         return f"a {plain(value.dtype)} tensor of shape {plain(value.shape)}"
+    leaves: list[Any] = []
+    if tree.flatten(value, leaves) is not tree.LEAF:
+        return f"a {type(value).__name__} of {len(leaves)}"
     text = repr(value)
     return text if len(text) < 60 else f"a {type(value).__name__}"
