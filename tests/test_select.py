@@ -403,6 +403,15 @@ def writes(x):
     return x
 
 
+def aliased(x):
+    z = x * 2
+    y = x * 3
+    if x.sum() > 0:
+        y = z
+    y += 1
+    return y + z
+
+
 STATE: dict[str, int] = {}
 REFUSED = {
     only_one: ("`y` is bound in only one", "if x.sum() > 0:"),
@@ -411,6 +420,7 @@ REFUSED = {
     appends: ("changing a list (`found`)", "if x.sum() > 0:"),
     raises: ("ValueError: positive", "if x.sum() > 0:"),
     elements: ("`.any()` or `.all()`", "if x > 0:"),
+    aliased: ("an in-place change of a variable", "if x.sum() > 0:"),
     writes: ("changing a dict", "if x.sum() > 0:"),
 }
 

@@ -18,8 +18,22 @@ from typing import Any
 import torch
 
 from ..capture.trace import Captured, capture
+from .aliases import check_aliases
+from .branches import Weaver
 from .calls import reason_for, rewritten
-from .control import Outcome, explain_unbound, recording
+from .control import Outcome, Session, explain_unbound, recording
+
+
+def checked(function: Callable, session: Session) -> Callable:
+    """Run a function and look at its graph before the capture ends."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if session.shared:
+            check_aliases(Weaver().graph, session.shared)
+        return result
+
+    return run
 
 
 def capture_rewritten(
@@ -32,7 +46,8 @@ def capture_rewritten(
     """
 
     def rewrite(callable_: Any, module: Any = None) -> Any:
-        return rewritten(callable_, asked=module is None or module is fn or getattr(fn, "__self__", None) is module)
+        made = rewritten(callable_, asked=module is None or module is fn or getattr(fn, "__self__", None) is module)
+        return checked(made, session) if callable_ is fn else made
 
     with recording() as session:
         try:

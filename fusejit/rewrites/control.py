@@ -60,6 +60,12 @@ class Session:
 
     outcomes: dict[Outcome, None] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
+    shared: list[tuple[Tensor, tuple[Tensor, ...], str]] = field(default_factory=list)
+
+    def share(self, made: Any, site: Site, values: tuple[Tensor, ...]) -> None:
+        """Note a tensor that stands for one of others, so that changing it in place would have to change that one."""
+        if isinstance(made, Tensor) and hasattr(made, "fake_mode"):
+            self.shared.append((made, values, site.line))
 
     def note(self, site: Site, became: str, reason: str) -> None:
         self.outcomes.setdefault(Outcome(site.line, site.kind, became, reason))
@@ -154,6 +160,7 @@ class Choice:
         self.cells = {name: seen[name] for name in site.written if name in seen}
         self.before = {name: content(cell) for name, cell in self.cells.items()}
         self.around = Surroundings(seen)
+        self.entering = [value for value in map(content, seen.values()) if isinstance(value, Tensor)]
 
     def run(self) -> dict[str, Any]:
         """Return the variables behind the `if`, which they are set to."""
@@ -235,7 +242,11 @@ class Choice:
             session().drop(name, self.site, "is bound in only one")
             return MISSING
         try:
-            return merge(one, other, pick)
+            made = merge(one, other, pick)
+            old = tuple(value for value in (one, other) if value is not made and any(value is tensor for tensor in self.entering))
+            if old:
+                session().share(made, self.site, old)
+            return made
         except Mismatch as error:
             if name == VALUE:
                 raise Unsupported("a result that depends on a tensor", f"it {error}; {SELECT_WAY_OUT}", self.site.line) from None
