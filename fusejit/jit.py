@@ -36,7 +36,8 @@ def jit(
 
     Args:
         fn_or_module: a function, method, callable object or `nn.Module`; None makes a decorator.
-        capture_mode: "ast" or "trace" (both trace the Python once); "bytecode" is not there yet.
+        capture_mode: "ast" rewrites control flow on tensors (`if`, `while`, `and`, ...) into selects, branches and loops of the graph,
+            then traces; "trace" traces the Python as it is; "bytecode" is not there yet.
         jit_level: O0 runs the captured graph op by op; O1 fuses elementwise ops; O2 adds reductions; O3 autotuning.
         fullgraph: raise `CaptureError` where the function cannot be captured, instead of running it eagerly.
         backend: "auto" (triton for CUDA tensors, eager otherwise), "triton", "interpret" (the kernels on the CPU), "eager".
