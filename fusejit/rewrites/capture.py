@@ -57,7 +57,7 @@ def capture_rewritten(
             if explained is None:
                 raise
             raise explained from error
-    outcomes = list(session.outcomes)
+    outcomes = list(session.outcomes.values())
     plain = reason_for(fn.forward if isinstance(fn, torch.nn.Module) else fn)
     if plain:
         outcomes.insert(0, Outcome(name or "the function", "function", "traced as it is", plain))

@@ -31,7 +31,7 @@ from .branches import Loop, Weaver, branch
 from .jumps import RETURNED, VALUE, is_flag
 from .merge import MISSING, Mismatch, Where, merge
 from .numbers import is_number
-from .select import Site
+from .select import TESTED_AND, TESTED_OR, Site
 from .surroundings import Surroundings
 
 Tensor = torch.Tensor
@@ -58,7 +58,7 @@ class Outcome:
 class Session:
     """What one capture finds out: outcomes in order, and the variables that an `if` had to give up, with the reason."""
 
-    outcomes: dict[Outcome, None] = field(default_factory=dict)
+    outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     shared: list[tuple[Tensor, tuple[Tensor, ...], str]] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ class Session:
             self.shared.append((made, values, site.line))
 
     def note(self, site: Site, became: str, reason: str) -> None:
-        self.outcomes.setdefault(Outcome(site.line, site.kind, became, reason))
+        self.outcomes[site.line, site.kind] = Outcome(site.line, site.kind, became, reason)  # the last word: arms may be tried twice
 
     def drop(self, name: str, site: Site, reason: str) -> None:
         self.dropped[name] = f"`{name}` {reason} of the arms of {site.line}"
@@ -303,6 +303,8 @@ def and_(site: Site, value: Any, *rest: Callable[[], Any]) -> Any:
     for number, later in enumerate(rest):
         if unknown(value):
             last = value
+            if site.kind == TESTED_AND:
+                return choose(as_predicate(last, site), lambda: truth(and_(site, later(), *rest[number + 1 :]), site), lambda: False, site)  # noqa: B023
             return choose(as_predicate(last, site), lambda: alike(and_(site, later(), *rest[number + 1 :]), last), lambda: last, site)  # noqa: B023
         if not value:
             return value
@@ -315,11 +317,18 @@ def or_(site: Site, value: Any, *rest: Callable[[], Any]) -> Any:
     for number, later in enumerate(rest):
         if unknown(value):
             last = value
+            if site.kind == TESTED_OR:
+                return choose(as_predicate(last, site), lambda: True, lambda: truth(or_(site, later(), *rest[number + 1 :]), site), site)  # noqa: B023
             return choose(as_predicate(last, site), lambda: last, lambda: alike(or_(site, later(), *rest[number + 1 :]), last), site)  # noqa: B023
         if value:
             return value
         value = later()
     return value
+
+
+def truth(value: Any, site: Site) -> Any:
+    """Whether a value holds, where nothing else is asked of it."""
+    return as_predicate(value, site) if unknown(value) else bool(value)
 
 
 def alike(value: Any, first: Tensor) -> Any:

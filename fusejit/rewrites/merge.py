@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..capture import tree
-from .numbers import mark_number
+from .numbers import is_number, mark_number
 
 Tensor = torch.Tensor
 NUMBERS = (bool, int, float)
@@ -108,11 +108,13 @@ def merge_tensors(one: Any, other: Any, pick: Pick) -> Tensor:
         if not fits(second, tensor.dtype):
             raise Mismatch(f"is {shown(one)} in one and {shown(other)} in the other")
         number = torch.full(tensor.shape, second, dtype=tensor.dtype, device=tensor.device)
-        return pick(*((tensor, number) if tensor is one else (number, tensor)))
+        made = pick(*((tensor, number) if tensor is one else (number, tensor)))
+        return mark_number(made) if tensor.dim() == 0 and is_number(tensor) else made
     for what, a, b in (("dtype", one.dtype, other.dtype), ("shape", one.shape, other.shape), ("device", one.device, other.device)):
         if a != b:
             raise Mismatch(f"has {what} {plain(a)} in one and {plain(b)} in the other")
-    return pick(one, other)
+    made = pick(one, other)
+    return mark_number(made) if one.dim() == 0 and is_number(one) and is_number(other) else made
 
 
 def fits(number: Any, dtype: torch.dtype) -> bool:

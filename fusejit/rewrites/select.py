@@ -40,6 +40,8 @@ PLAIN = frozenset((
     "iter", "next", "super", "callable",
 ))  # fmt: skip
 """Python's own functions, which nothing has to be done for; a variable of that name is called as it is, too."""
+TESTED_AND, TESTED_OR = "and (in a test)", "or (in a test)"
+"""Kinds of `and` and `or` whose value only says yes or no; elsewhere it is one of the operands."""
 FRAMES = {"locals": 0, "eval": 1, "exec": 1, "vars": 0, "dir": 0}
 """Functions that see the variables of their caller, and the most arguments with which they do."""
 
@@ -159,6 +161,7 @@ class Converter(ast.NodeTransformer):
             return self.generic_visit(node)
         yes, no = names_bound(node.body), names_bound(node.orelse)
         number = len(self.constants)
+        mark_tests(node.test)
         site = self.site("if", node, tuple(sorted(yes | no)), self.liveness.after.get(id(node), frozenset()))
         test = self.visit(node.test)
         arms = [
@@ -171,6 +174,7 @@ class Converter(ast.NodeTransformer):
     def visit_While(self, node: ast.While) -> Any:
         if not maybe_tensor(node):
             return self.generic_visit(node)
+        mark_tests(node.test)
         tested, written = names_bound(node.test), names_bound(node.body)
         live = self.liveness.head.get(id(node), frozenset()) | self.liveness.after.get(id(node), frozenset())
         number = len(self.constants)
@@ -232,6 +236,7 @@ class Converter(ast.NodeTransformer):
     # Expressions.
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
+        mark_tests(node.test)
         keep = surely_python(node.test) or binds(node.body, node.orelse)
         self.generic_visit(node)
         if keep:
@@ -241,14 +246,17 @@ class Converter(ast.NodeTransformer):
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
         keep = surely_python(node) or binds(*node.values[1:])
-        word = "and" if isinstance(node.op, ast.And) else "or"
+        both = isinstance(node.op, ast.And)
+        word = (TESTED_AND if both else TESTED_OR) if getattr(node, "tested", False) else "and" if both else "or"
         self.generic_visit(node)
         if keep:
             return node
-        return self.call(AND if word == "and" else OR, node, self.site(word, node), node.values[0], *map(self.later, node.values[1:]))
+        return self.call(AND if both else OR, node, self.site(word, node), node.values[0], *map(self.later, node.values[1:]))
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         keep = not isinstance(node.op, ast.Not) or surely_python(node)
+        if isinstance(node.op, ast.Not):
+            mark_tests(node.operand)
         self.generic_visit(node)
         return node if keep else self.call(NOT, node, node.operand, self.site("not", node))
 
@@ -268,6 +276,14 @@ class Converter(ast.NodeTransformer):
         if not (isinstance(function, ast.Constant) or isinstance(function, ast.Name) and function.id in PLAIN):
             node.func = self.call(CALL, function, function)
         return node
+
+
+def mark_tests(node: ast.expr) -> None:
+    """Note the `and`s and `or`s of which a test only wants to know whether they hold."""
+    if isinstance(node, ast.BoolOp):
+        node.tested = True  # type: ignore[attr-defined]
+        for value in node.values:
+            mark_tests(value)
 
 
 def placed(node: Any, like: ast.AST) -> Any:
