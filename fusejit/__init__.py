@@ -16,6 +16,7 @@ from .function import JitFunction, disable_jit
 from .jit import jit
 from .module import JitModule
 from .rewrites.batch import grad, value_and_grad, vmap
+from .rewrites.by_hand import cond, select, while_loop
 from .rewrites.exclude import exclude_from_trace
 from .rewrites.jit_class import jit_class
 from .specialise import compile_for
@@ -34,6 +35,7 @@ __all__ = [
     "Unsupported",
     "assign",
     "compile_for",
+    "cond",
     "depend",
     "disable_jit",
     "exclude_from_trace",
@@ -43,7 +45,9 @@ __all__ = [
     "mutable",
     "partial_trace",
     "print",
+    "select",
     "trace",
     "value_and_grad",
     "vmap",
+    "while_loop",
 ]

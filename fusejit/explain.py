@@ -51,6 +51,7 @@ class Report:
         bytes_minimum: every input of the forward and of the backward read once and every result written once.
         compile_ms: milliseconds by stage; "forward.render" and the like are parts of "forward".
         effects: attribute writes that capture put back. why: what made this specialisation necessary.
+        control: what each `if`, loop and condition on a tensor became, and why.
         graphs: where a call is cut into several graphs, the report of each, in the order in which they run; empty otherwise.
     """
 
@@ -60,6 +61,7 @@ class Report:
     backward: Half
     fallbacks: tuple[Fallback, ...]
     effects: tuple[Any, ...]
+    control: tuple[Any, ...]
     eager: tuple[tuple[str, int], ...]
     bytes_minimum: int
     compile_ms: dict[str, float]
@@ -99,7 +101,11 @@ class Report:
         for title, half in (("forward", self.forward), ("backward", self.backward)):
             if half.kernels or half.externs:
                 lines += [f"  {title}", *(f"    {line}" for line in _half(half))]
-        for title, rows in (("fallbacks", self.fallbacks), ("attribute writes put back after capture", self.effects)):
+        for title, rows in (
+            ("control flow", self.control),
+            ("fallbacks", self.fallbacks),
+            ("attribute writes put back after capture", self.effects),
+        ):
             if rows:
                 lines += [f"  {title}", *(f"    {row}" for row in rows)]
         lines.append("  compile  " + "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in self.compile_ms.items() if "." not in stage))
@@ -138,7 +144,8 @@ def report(found: Specialisation, name: str) -> Report:
     backward = found.backward
     return Report(
         name=name, backend=found.backend, forward=_program(found.forward), backward=_program(backward), fallbacks=tuple(found.fallbacks),
-        effects=tuple(found.effects), eager=_eager(found), bytes_minimum=_bytes_minimum(found, backward),
+        effects=tuple(found.effects), control=tuple(found.control), eager=_eager(found),
+        bytes_minimum=_bytes_minimum(found, backward),
         compile_ms=found.stages_ms, stages=dict(found.record), why=found.why,
     )  # fmt: skip
 
@@ -156,7 +163,8 @@ def joined(parts: Sequence[Report], name: str) -> Report:
     return Report(
         name=name, backend=", ".join(backends) or "eager", forward=_together([part.forward for part in parts]),
         backward=_together([part.backward for part in parts]), fallbacks=tuple(row for part in parts for row in part.fallbacks),
-        effects=tuple(row for part in parts for row in part.effects), eager=tuple(row for part in parts for row in part.eager),
+        effects=tuple(row for part in parts for row in part.effects), control=tuple(row for part in parts for row in part.control),
+        eager=tuple(row for part in parts for row in part.eager),
         bytes_minimum=sum(part.bytes_minimum for part in parts), compile_ms=compile_ms, graphs=graphs, why=parts[0].why if parts else "",
         stages={f"graph {number}.{stage}": value for number, part in enumerate(graphs) for stage, value in part.stages.items()},
     )  # fmt: skip

@@ -170,9 +170,11 @@ class JitFunction:
     def plain(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the original Python."""
         if trace.active():
+            rewrite = trace.recorder().rewrite
             trace.recorder().watch(self.__wrapped__)
+            fn = self.__wrapped__ if rewrite is None else rewrite(self.__wrapped__)
             with nesting(self.settings):
-                return self.bound(receiver)(*args, **kwargs)
+                return fn(*args, **kwargs) if receiver is None else fn(receiver, *args, **kwargs)
         return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
 
     def bound(self, receiver: Any) -> Callable:

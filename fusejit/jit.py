@@ -39,9 +39,10 @@ def jit(
     Args:
         fn_or_module: a function, method, callable object or `nn.Module`; None makes a decorator. A class is changed: calling its
             instances (`forward` of an `nn.Module`, `__call__` of others) runs compiled from then on.
-        capture_mode: "ast" or "trace" (both trace the Python once), or "bytecode": torch's Dynamo reads the bytecode, and where it
-            cannot go on (a graph break) runs the Python between two graphs. What "ast" cannot capture falls to "bytecode" where
-            kernels are compiled and the Python, not its tensors, is the reason; what "trace" or "bytecode" cannot, runs eagerly.
+        capture_mode: "ast" rewrites control flow on tensors (`if`, `while`, `and`, ...) into selects, branches and loops of the graph,
+            then traces; "trace" traces the Python as it is; "bytecode" lets torch's Dynamo read the bytecode, and where that cannot go
+            on (a graph break) runs the Python between two graphs. What "ast" cannot capture falls to "bytecode" where kernels are
+            compiled and the Python, not its tensors, is the reason; what "trace" or "bytecode" cannot, runs eagerly.
         jit_level: O0 runs the captured graph op by op; O1 fuses elementwise ops; O2 adds reductions; O3 autotuning.
         fullgraph: raise `CaptureError` where the function cannot be captured, instead of running it eagerly.
         backend: "auto" (triton for CUDA tensors, eager otherwise), "triton", "interpret" (the kernels on the CPU), "eager".

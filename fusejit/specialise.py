@@ -28,6 +28,8 @@ from .capture.lines import error_lines
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
+from .rewrites.capture import capture_rewritten
+from .rewrites.control import Outcome
 from .runtime.eager import eager
 
 Tensor = torch.Tensor
@@ -83,7 +85,7 @@ class Specialisation:
         run: (leaves, lifted tensors) to the function's result; None where the function runs as plain eager Python.
         lifted: the guards' check: leaves to lifted tensors, or None.
         backend: what runs it; record: stage name to value; compile_ms: milliseconds by stage.
-        forward: the forward Program, or None; fallbacks, effects: see there.
+        forward: the forward Program, or None; fallbacks, effects, control: see there.
         differentiable: for each input of the graph, whether it requires grad.
         why: what made it necessary (see capture/reasons.py); through: what reads the function by its bytecode instead, or None.
     """
@@ -95,6 +97,7 @@ class Specialisation:
     compile_ms: dict[str, float] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
+    control: list[Outcome] = field(default_factory=list)
     forward: Any = None
     built: Any = None
     captured: Captured | None = None
@@ -130,7 +133,12 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
         Unsupported: it cannot be captured. CompileError: it cannot be compiled, and `settings.fullgraph` is set.
     """
     start = time.perf_counter()
-    captured = capture(fn, args, kwargs, settings.name, () if receiver is None else (receiver,))
+    watch = () if receiver is None else (receiver,)
+    control: list[Outcome] = []
+    if settings.capture_mode == "ast":
+        captured, control = capture_rewritten(fn, args, kwargs, settings.name, watch)
+    else:
+        captured = capture(fn, args, kwargs, settings.name, watch)
     if settings.fast_math:
         captured.graph = algebra(captured.graph)
     if settings.constants:
@@ -140,7 +148,7 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
     found = Specialisation(
         resolve(settings, tensors), guards.lifted, captured=captured, guards=guards, pins=(receiver, leaves_without_tensors(leaves))
     )
-    found.effects = list(captured.effects)
+    found.effects, found.control = list(captured.effects), control
     found.differentiable = tuple(tensor.requires_grad for tensor in tensors)
     found.record["capture"] = captured.graph
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3

@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -96,7 +96,8 @@ def freeze(value: Any, depth: int = DEPTH, before: Mapping[int, Any] = MappingPr
 class Recorder:
     """Records reads and writes of one thread between `__enter__` and `__exit__`; one at a time in a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, rewrite: Callable | None = None) -> None:
+        self.rewrite = rewrite
         self.reads: dict[tuple[int, str, str], Read] = {}
         self.sources: dict[int, Read] = {}
         self.writes: dict[tuple[int, str], str] = {}
@@ -153,6 +154,8 @@ class Recorder:
                 raise
             if ident() == recorder.owner and not recorder.silent and not name.startswith("__"):
                 recorder.note(obj, name, value)
+                if name == "forward" and recorder.rewrite is not None and isinstance(obj, torch.nn.Module):
+                    return recorder.rewrite(value, obj)
             return value
 
         def getattr_missing(obj: Any, name: str) -> Any:
@@ -457,7 +460,7 @@ class Recorder:
     def describe(self, holder: Any, before: Any, owner: str) -> list[Effect]:
         if not isinstance(holder, dict):
             return [Effect(f"a {owner}" if owner == type(holder).__name__ else owner, "changed")]
-        names = [name for name in {**before, **holder} if holder.get(name, MISSING) is not before.get(name, MISSING)]
+        names = [name for name in {**before, **holder} if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)]
         lines = {name: line for (_, name), line in self.writes.items()}
         return [Effect(f"{owner}.{name}", "set" if name in holder else "deleted", lines.get(name, "")) for name in names]
 
@@ -484,7 +487,7 @@ def same_items(holder: Any, before: Any) -> bool:
     if len(holder) != len(before):
         return False
     if isinstance(holder, dict):
-        return all(dict.get(holder, name, MISSING) is value for name, value in dict.items(before))
+        return all(dict.get(holder, name, MISSING) is value for name, value in dict.items(before))  # a subclass may have a `get` of its own
     if isinstance(holder, set):
         return bool(holder == before)
     return all(one is other for one, other in zip(holder, before))

@@ -258,7 +258,9 @@ class Tracing(TorchFunctionMode):
             self.mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (now,), {})
 
 
-def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = ()) -> Captured:
+def capture(
+    fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = (), rewrite: Callable | None = None
+) -> Captured:
     """Trace `fn(*args, **kwargs)` without computing anything.
 
     Args:
@@ -266,6 +268,7 @@ def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", w
         args, kwargs: real tensors (or fake ones) and Python values, nested in any pytree.
         name: how messages call the function.
         watch: objects whose attribute reads matter besides `fn` (a method's `self`).
+        rewrite: makes of `fn`, and of (the `forward` that a module reads, the module), what is run instead; `fn` itself is watched.
 
     Raises:
         Unsupported: something in the body cannot be captured; names the user's line.
@@ -276,19 +279,19 @@ def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", w
     structure = tree.flatten((args, kwargs), leaves)
     check_arguments(structure, leaves)
     with LOCK:
-        return trace_once(fn, structure, leaves, name, watch)
+        return trace_once(fn, structure, leaves, name, watch, rewrite)
 
 
-def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple) -> Captured:
+def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, rewrite: Callable | None) -> Captured:
     """Run the body once; whatever happens, put the user's objects back."""
-    watcher = LOCAL.recorder = Recorder()
+    watcher = LOCAL.recorder = Recorder(rewrite)
     generators = random.getstate(), numpy_state()
     seeded = torch.get_rng_state()
     error: BaseException | None = None
     try:
         for item in (fn, *watch, *leaves):
             watcher.watch(item)
-        captured = run_body(fn, structure, leaves, name, watcher)
+        captured = run_body(fn if rewrite is None else rewrite(fn), structure, leaves, name, watcher)
     except BaseException as raised:  # put back in order below, whatever it was
         error = raised
     finally:

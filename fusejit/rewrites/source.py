@@ -32,6 +32,8 @@ from ..capture.lines import shorten, stack_entry
 from ..errors import Unsupported
 
 FACTORY = "<fusejit factory>"
+ARM = "arm "
+"""How the names of functions start that stand for a block of the user's function; tracebacks show that function's name."""
 FUTURES = functools.reduce(int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 REFUSED = (
     (inspect.CO_COROUTINE, "an async function", "a graph has nothing to wait for; make it a plain `def`, and await outside of it"),
@@ -58,11 +60,13 @@ class Source:
         node: its `def` or `lambda` in the parsed file; never changed, see `tree`.
         code: the code object that it was found for.
         owner: name of the class whose body it stands in, which private names (`self.__x`) take; "" outside of one.
+        imports: names that the file imports; Python compiles calls of their attributes in a way of its own.
     """
 
     node: ast.FunctionDef | ast.Lambda
     code: types.CodeType
     owner: str
+    imports: tuple[str, ...] = ()
 
     @property
     def filename(self) -> str:
@@ -124,10 +128,10 @@ def refuse_kind(function: types.FunctionType) -> None:
 @functools.lru_cache(maxsize=4096)
 def read_code(code: types.CodeType, filename: str) -> Source:  # equal code objects may come from different files
     """Find the tree of a code object; a failure is not cached, since an editor may register the text later."""
-    found = index(filename, tuple(linecache.getlines(filename))).get((code.co_firstlineno, code.co_name), ())
+    found, imports = index(filename, tuple(linecache.getlines(filename)))
     owner = class_around(code.co_qualname)
-    for node in found:
-        source = Source(node, code, owner)
+    for node in found.get((code.co_firstlineno, code.co_name), ()):
+        source = Source(node, code, owner, imports)
         if same_code(compile_node(source, bare(copy.deepcopy(node))), code):
             return source
     if not linecache.getlines(filename):
@@ -136,34 +140,28 @@ def read_code(code: types.CodeType, filename: str) -> Source:  # equal code obje
 
 
 @functools.lru_cache(maxsize=64)
-def index(filename: str, lines: tuple[str, ...]) -> dict[tuple[int, str], list[Any]]:
-    """Find every `def` and `lambda` of a file by its first line (its first decorator's) and name."""
+def index(filename: str, lines: tuple[str, ...]) -> tuple[dict[tuple[int, str], list[Any]], tuple[str, ...]]:
+    """Find every `def` and `lambda` of a file by its first line (its first decorator's) and name; and the names that it imports."""
     found: dict[tuple[int, str], list[Any]] = {}
+    imports: dict[str, None] = {}
     try:
         parsed = ast.parse("".join(lines), filename)
     except (SyntaxError, ValueError):  # another language, or text that is not what was compiled
-        return found
+        return found, ()
+    waiting: list[ast.AST] = [parsed]
+    while waiting:  # not into functions and classes, whose imports are their own
+        node = waiting.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports |= dict.fromkeys((alias.asname or alias.name).split(".")[0] for alias in node.names if alias.name != "*")
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
+            waiting += ast.iter_child_nodes(node)
     for node in ast.walk(parsed):
         if isinstance(node, ast.FunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             found.setdefault((first, node.name), []).append(node)
         elif isinstance(node, ast.Lambda):
             found.setdefault((node.lineno, "<lambda>"), []).append(node)
-    return found
-
-
-@functools.lru_cache(maxsize=64)
-def imported(filename: str, lines: tuple[str, ...]) -> tuple[str, ...]:
-    """The names that a file imports at its top level: Python compiles a call of `name.f(...)` in another way for these."""
-    found: list[str] = []
-    waiting: list[ast.AST] = [ast.parse("".join(lines), filename)]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found += [(alias.asname or alias.name).split(".")[0] for alias in node.names if alias.name != "*"]
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
-            waiting += ast.iter_child_nodes(node)
-    return tuple(dict.fromkeys(found))
+    return found, tuple(imports)
 
 
 def class_around(qualname: str) -> str:
@@ -215,9 +213,8 @@ def compile_node(source: Source, node: ast.FunctionDef | ast.Lambda) -> types.Co
     for made in ast.walk(outer):
         if isinstance(made, (ast.FunctionDef, ast.ClassDef)) and not hasattr(made, "type_params"):
             setattr(made, "type_params", [])  # noqa: B010  # Python 3.12 on has the field and wants it set
-    names = imported(source.filename, tuple(linecache.getlines(source.filename)))
-    body: list[ast.stmt] = [ast.Import([ast.alias(name)]) for name in names]
-    module = ast.fix_missing_locations(ast.copy_location(ast.Module(body=[*body, outer], type_ignores=[]), node))
+    imported: list[ast.stmt] = [ast.Import([ast.alias(name) for name in source.imports])] if source.imports else []  # never runs
+    module = ast.fix_missing_locations(ast.copy_location(ast.Module(body=[*imported, outer], type_ignores=[]), node))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Python has to say of the user's syntax it said at import
         code = compile(module, source.filename, "exec", source.code.co_flags & FUTURES, dont_inherit=True)
@@ -242,15 +239,19 @@ def code_of(source: Source, tree: ast.FunctionDef, constants: Mapping[str, Any] 
     return with_constants(code, constants or {}).replace(co_qualname=source.code.co_qualname)
 
 
-def with_constants(code: types.CodeType, constants: Mapping[str, Any]) -> types.CodeType:
-    """Put objects in the place of string constants, in nested functions too."""
+def with_constants(code: types.CodeType, constants: Mapping[str, Any], name: str = "") -> types.CodeType:
+    """Put objects in the place of string constants, in nested functions too; give arms the name of the function that they are of."""
+    name = name if code.co_name.startswith(ARM) else code.co_name
 
     def exchanged(value: Any) -> Any:
         if isinstance(value, types.CodeType):
-            return with_constants(value, constants)
+            return with_constants(value, constants, name)
         return constants.get(value, value) if isinstance(value, str) else value
 
-    return code.replace(co_consts=tuple(map(exchanged, code.co_consts)))
+    made = code.replace(co_consts=tuple(map(exchanged, code.co_consts)))
+    if made.co_name.startswith(ARM):
+        made = made.replace(co_name=name, co_qualname=name)
+    return made
 
 
 def build(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
