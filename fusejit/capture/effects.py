@@ -271,9 +271,11 @@ class Recorder:
 
     def note_special(self, cls: type) -> None:
         """Record the special methods of a user's class (`__call__`, `__getitem__`, ...), which Python looks up past `__getattribute__`."""
+        own = {(owner, name) for owner, name, _ in self.patched}
         for owner in filter(users_class, cls.__mro__):
             for name, value in list(owner.__dict__.items()):
-                if name.startswith("__") and type(value) is types.FunctionType and name not in ("__init__", "__new__"):
+                special = name.startswith("__") and type(value) is types.FunctionType and name not in ("__init__", "__new__")
+                if special and (owner, name) not in own:
                     self.add("item", class_table(owner), name, value)
 
     def note_absent(self, obj: Any, name: str) -> None:

@@ -41,7 +41,7 @@ def global_names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tup
     stores: dict[str, None] = {}
     chain: tuple[str, ...] = ()
     for step in dis.get_instructions(code):
-        if step.opname in ROOTS:
+        if step.opname in ROOTS and step.argval.isidentifier():  # others are names that pytest puts into a test's assert
             chain = (step.argval,)
         elif step.opname in ATTRIBUTES and chain:
             chain = (*chain, step.argval)
