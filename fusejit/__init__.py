@@ -13,6 +13,7 @@ from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupp
 from .function import JitFunction, disable_jit
 from .jit import jit
 from .module import JitModule
+from .rewrites.lazy_inline import lazy_inline, no_inline
 from .specialise import compile_for
 
 __version__ = "0.1.0"
@@ -28,4 +29,6 @@ __all__ = [
     "compile_for",
     "disable_jit",
     "jit",
+    "lazy_inline",
+    "no_inline",
 ]

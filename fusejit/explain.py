@@ -28,13 +28,20 @@ NO_KERNEL = {aten.detach.default, aten.empty.memory_format, aten.empty_like.defa
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """The forward or the backward Program: its kernels in launch order, launches of one call, extern calls, unfused pairs."""
+    """The forward or the backward Program: its kernels in launch order, launches of one call, extern calls, unfused pairs.
+
+    `own` are the kernels and `called` the torch ops of the Program itself; `regions` are the Programs that it calls: name, number of
+    calls, and what one call runs. All other fields are totals: a region's kernels are listed once, its launches and calls as often as it runs.
+    """
 
     kernels: tuple[Kernel, ...] = ()
     launches: int = 0
     externs: tuple[Extern, ...] = ()
     unfused: tuple[Any, ...] = ()
     bytes_fused: int = 0
+    own: tuple[Kernel, ...] = ()
+    called: tuple[Extern, ...] = ()
+    regions: tuple[tuple[str, int, Half], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class Report:
         bytes_minimum: every input of the forward and of the backward read once and every result written once.
         compile_ms: milliseconds by stage; "forward.render" and the like are parts of "forward".
         effects: attribute writes that capture put back.
+        regions: blocks that were captured and compiled once, each with its number of calls (see `fusejit.lazy_inline`).
+        inlined: blocks that were captured in place though marked or repeated: (class, reason).
     """
 
     name: str
@@ -63,6 +72,8 @@ class Report:
     bytes_minimum: int
     compile_ms: dict[str, float]
     stages: dict[str, Any]
+    regions: tuple[Any, ...] = ()
+    inlined: tuple[tuple[str, str], ...] = ()
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -92,9 +103,16 @@ class Report:
         moved = f"{_bytes(self.bytes_fused)} moved (eager {_bytes(self.bytes_eager)}, minimum {_bytes(self.bytes_minimum)})"
         lines = [f"{self.name} on backend {self.backend}: {self.launches} kernel launches, {len(self.externs)} extern calls, {moved}"]
         for title, half in (("forward", self.forward), ("backward", self.backward)):
-            if half.kernels or half.externs:
+            if half.kernels or half.externs or half.regions:
                 lines += [f"  {title}", *(f"    {line}" for line in _half(half))]
-        for title, rows in (("fallbacks", self.fallbacks), ("attribute writes put back after capture", self.effects)):
+        regions = [f"{r.name}: {r.calls} calls, {r.ops} ops captured once" for r in self.regions]
+        inlined = [f"{name}: {reason}" for name, reason in self.inlined]
+        for title, rows in (
+            ("regions", regions),
+            ("captured in place", inlined),
+            ("fallbacks", self.fallbacks),
+            ("attribute writes put back after capture", self.effects),
+        ):
             if rows:
                 lines += [f"  {title}", *(f"    {row}" for row in rows)]
         lines.append("  compile  " + "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in self.compile_ms.items() if "." not in stage))
@@ -103,11 +121,14 @@ class Report:
 
 def _half(half: Half) -> list[str]:
     lines = []
-    for kernel in half.kernels:
+    for kernel in half.own:
         lines.append(f"{kernel.name}  {kernel.template}  reads {_bytes(kernel.bytes_read)}, writes {_bytes(kernel.bytes_written)}")
         lines += [f"    {', '.join(ops)}{'  ' if line else ''}{line}" for line, ops in _by_line(kernel.ops)]
-    lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") for e in half.externs]
-    return lines + [f"not fused: {u}" for u in half.unfused]
+    lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") for e in half.called]
+    lines += [f"not fused: {u}" for u in half.unfused]
+    for name, calls, inner in half.regions:
+        lines += [f"{calls} calls of {name}: {inner.launches} kernel launches each", *(f"  {line}" for line in _half(inner))]
+    return lines
 
 
 def _by_line(ops: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -134,7 +155,7 @@ def report(found: Specialisation, name: str) -> Report:
     return Report(
         name=name, backend=found.backend, forward=_program(found.forward), backward=_program(backward), fallbacks=tuple(found.fallbacks),
         effects=tuple(found.effects), eager=_eager(found), bytes_minimum=_bytes_minimum(found, backward),
-        compile_ms=found.stages_ms, stages=dict(found.record),
+        compile_ms=found.stages_ms, stages=dict(found.record), inlined=tuple(dict.fromkeys(found.inlined)), regions=_regions(found),
     )  # fmt: skip
 
 
@@ -144,7 +165,25 @@ def _program(program: Program | None) -> Half:
     moved = sum(k.bytes_read + k.bytes_written for k in program.kernels)
     for call in program.externs:
         moved += sum(program.buffers[n].bytes for n in (*call.reads, *(o for o in call.outputs if o)))
-    return Half(program.kernels, program.launches, program.externs, program.unfused, moved)
+    calls: dict[str, list[Extern]] = {}
+    for call in program.calls:
+        calls.setdefault(f"{call.target} {id(call.program)}", []).append(call)
+    inner = [(group[0].target, len(group), _program(group[0].program)) for group in calls.values()]
+    return Half(
+        kernels=tuple({k.name: k for part in (program, *program.called) for k in part.kernels}.values()) if inner else program.kernels,
+        launches=program.launches + sum(count * half.launches for _, count, half in inner),
+        externs=program.externs + tuple(call for _, count, half in inner for call in half.externs * count),
+        unfused=program.unfused, bytes_fused=moved + sum(count * half.bytes_fused for _, count, half in inner),
+        own=program.kernels, called=program.externs, regions=tuple(inner),
+    )  # fmt: skip
+
+
+def _regions(found: Specialisation) -> tuple[Any, ...]:
+    """The regions that were compiled as such; all that were captured where the graph runs eagerly."""
+    if found.captured is None or found.captured.regions is None:
+        return ()
+    back = {name for name, _ in found.inlined}
+    return tuple(region for region in found.captured.regions.found if region.name not in back)
 
 
 def _eager(found: Specialisation) -> tuple[tuple[str, int], ...]:
@@ -196,7 +235,7 @@ def _boundary(program: Program) -> int:
     buffers, inputs = program.buffers, set(program.inputs)
     for found in (
         *(reads_of(k.cluster, buffers) for k in program.kernels),
-        *({n: buffers[n].bytes for n in e.reads} for e in program.externs),
+        *({n: buffers[n].bytes for n in e.reads} for e in (*program.externs, *program.calls)),
     ):
         for name in found.keys() & inputs:
             read[name] = max(read.get(name, 0), found[name])

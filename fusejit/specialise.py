@@ -23,6 +23,7 @@ from . import config
 from .capture import tree
 from .capture.effects import Effect
 from .capture.guards import Guards, memory_pattern
+from .capture.regions import Regions
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
 from .runtime.eager import eager
@@ -69,6 +70,7 @@ class Specialisation:
         backend: what runs it; record: stage name to value; compile_ms: milliseconds by stage.
         forward: the forward Program, or None; fallbacks, effects: see there.
         differentiable: for each input of the graph, whether it requires grad.
+        inlined: blocks that were captured in place though marked or repeated, each with the reason.
     """
 
     backend: str
@@ -84,6 +86,7 @@ class Specialisation:
     guards: Guards | None = None
     pins: Any = None
     differentiable: tuple[bool, ...] = ()
+    inlined: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def backward(self) -> Any:
@@ -111,13 +114,14 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
         Unsupported: it cannot be captured. CompileError: it cannot be compiled, and `settings.fullgraph` is set.
     """
     start = time.perf_counter()
-    captured = capture(fn, args, kwargs, settings.name, () if receiver is None else (receiver,))
+    captured = capture(fn, args, kwargs, settings.name, () if receiver is None else (receiver,), Regions)
     guards = Guards(captured)
     tensors = [leaves[position] for position in captured.positions] + list(captured.lifted)
     found = Specialisation(
         resolve(settings, tensors), guards.lifted, captured=captured, guards=guards, pins=(receiver, leaves_without_tensors(leaves))
     )
     found.effects = list(captured.effects)
+    found.inlined += captured.regions.inlined if captured.regions else ()
     found.differentiable = tuple(tensor.requires_grad for tensor in tensors)
     found.record["capture"] = captured.graph
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
@@ -192,6 +196,7 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     """Trace the joint graph and compile it with fusejit's own back end."""
     from .autodiff.attention import retarget_attention
     from .autodiff.joint import build
+    from .autodiff.region import Toolchain, call_regions
     from .codegen import decompose
     from .compile import Options, compile_graph, dump
 
@@ -211,13 +216,30 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
         return program
 
     start = time.perf_counter()
-    if settings.target is not None and not any(tensor.is_cuda for tensor in tensors):
-        graph = retarget_attention(graph)
-    built = build(graph, tensors, compiler, decompose.table())
+    elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
+    rewrite = retarget_attention if elsewhere else lambda module: module
+    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target)))
+    tools = Toolchain(region_compiler(options), decompose.table(), rewrite, flavour)
+    graph, regions = call_regions(rewrite(graph), tools)
+    found.compile_ms["regions"] = (time.perf_counter() - start) * 1e3
+    start = time.perf_counter()
+    built = build(graph, tensors, compiler, tools.decompositions)
+    built.regions = regions
+    found.inlined += tools.notes
     found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - sum(
         found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward")
     )
     return built
+
+
+def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
+    """The compiler of regions, which outlive the specialisation that needs them first and therefore know nothing of it."""
+    from .compile import compile_graph, dump
+
+    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
+        return compile_graph(module, inputs, options, record=lambda name, value: dump(f"{stage}.{name}", value))
+
+    return compiler
 
 
 def fail_compile(found: Specialisation, error: Exception, settings: Settings) -> None:
@@ -303,7 +325,8 @@ class Programs:
 
     @property
     def kernels(self) -> list[Any]:
-        return [kernel for program in (self.forward, self.backward) if program is not None for kernel in program.kernels]
+        halves = [program for program in (self.forward, self.backward) if program is not None]
+        return [kernel for half in halves for program in (half, *half.called) for kernel in program.kernels]
 
     @property
     def source(self) -> str:

@@ -60,6 +60,7 @@ class Captured:
         same: (tensor, i): closed-over tensors that were the same object as argument tensor i.
         effects, reads, sources: see effects.py.
         inference: entered `torch.inference_mode` somewhere; its ops run under no_grad.
+        regions: the `Regions` of the capture, or None.
     """
 
     graph: torch.fx.GraphModule
@@ -71,6 +72,7 @@ class Captured:
     effects: list[Effect]
     recorder: Recorder
     name: str
+    regions: Any = None
 
     def unflatten(self, results: Any) -> Any:
         """Build the function's result from the tensors that the graph returned."""
@@ -211,7 +213,7 @@ class Tracing(TorchFunctionMode):
         mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (torch.is_grad_enabled(),), {})
 
 
-def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = ()) -> Captured:
+def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = (), regions: Any = None) -> Captured:
     """Trace `fn(*args, **kwargs)` without computing anything.
 
     Args:
@@ -219,6 +221,7 @@ def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", w
         args, kwargs: real tensors (or fake ones) and Python values, nested in any pytree.
         name: how messages call the function.
         watch: objects whose attribute reads matter besides `fn` (a method's `self`).
+        regions: makes what sees the calls of repeated blocks (see regions.py); None captures every call in place.
 
     Raises:
         Unsupported: something in the body cannot be captured; names the user's line.
@@ -230,7 +233,7 @@ def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", w
     check_arguments(structure, leaves)
     with LOCK:
         try:
-            return trace_once(fn, structure, leaves, name, watch, plain=False)
+            return trace_once(fn, structure, leaves, name, watch, plain=False, regions=regions)
         except Retrace:
             if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
                 reason = "its gradient from outside would be lost; call the jitted function under torch.no_grad()"
@@ -238,7 +241,7 @@ def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", w
             return trace_once(fn, structure, leaves, name, watch, plain=True)
 
 
-def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, plain: bool) -> Captured:
+def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, plain: bool, regions: Any = None) -> Captured:
     """Run the body once; whatever happens, put the user's objects back."""
     watcher = LOCAL.recorder = Recorder()
     generators = random.getstate(), numpy_state()
@@ -247,7 +250,7 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
     try:
         for item in (fn, *watch, *leaves):
             watcher.watch(item)
-        captured = run_body(fn, structure, leaves, name, plain, watcher)
+        captured = run_body(fn, structure, leaves, name, plain, watcher, regions)
     except BaseException as raised:  # put back in order below, whatever it was
         error = raised
     finally:
@@ -270,7 +273,7 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
     return captured
 
 
-def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: bool, watcher: Recorder) -> Captured:
+def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: bool, watcher: Recorder, regions: Any) -> Captured:
     """The trace itself: fake inputs, make_fx, and the graph put in order."""
     import torch.fx.traceback as fx_traceback
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -279,6 +282,7 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
     modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
     fake_mode = modes.pop() if modes else FakeTensorMode()
     tracing = Tracing(fake_mode, plain, None)
+    blocks = regions and regions(tracing, watcher)
     result: list[Any] = []
     positions: list[int] = []
     fakes: list[Tensor] = []
@@ -297,7 +301,7 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
         watcher.ignored.add(id(mode.tracer.root))
         values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree.unflatten(structure, iter(values))
-        with tracing, watcher:  # inside the trace: fx replaces nn.Module.__getattr__ too
+        with tracing, watcher, blocks or contextlib.nullcontext():  # inside the trace: fx replaces nn.Module.__getattr__ too
             out = fn(*args, **kwargs)
             if torch.is_inference_mode_enabled() is not tracing.inference:
                 tracing.note_inference()
@@ -312,10 +316,12 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
     with capture_state(), fake_mode, fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("stack_trace", None)
         module = make_fx(body, tracing_mode="real", pre_dispatch=not plain)(*fakes)
+    if blocks:
+        blocks.finish(module)
     order_graph(module, [node for _, node in tracing.lifted])
     lifted = tuple(value for value, _ in tracing.lifted)
     outputs = sort_outputs(result[1])
-    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name)
+    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name, blocks)
 
 
 def keeps_count(func: Any) -> bool:
@@ -347,7 +353,7 @@ def capture_state() -> Iterator[None]:
 
 
 def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> None:
-    """Put lifted inputs behind the arguments, drop grad-mode switches without effect, refuse tensors that lost their origin."""
+    """Put lifted inputs behind the arguments, drop switches of gradients without effect, refuse tensors that lost their origin."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     graph = module.graph
@@ -357,15 +363,22 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
     anchor = next(node for node in graph.nodes if node not in inputs and node not in moved)
     for node in (*inputs, *moved):
         anchor.prepend(node)
-    current, pending = torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), None
+    for node in graph.nodes:
+        value = getattr(module, str(node.target)) if node.op == "get_attr" else None
+        if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+            reason = "a tensor made there cannot be followed through the graph"
+            raise Unsupported(
+                "a step outside torch's tracing", reason, next((line for user in node.users if (line := node_line(user))), "")
+            )
+    drop_switches(graph, torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
+    graph.lint()
+    module.recompile()
+
+
+def drop_switches(graph: torch.fx.Graph, current: bool) -> None:
+    """Drop switches of gradients on and off that change nothing, from a graph that starts in the state `current`."""
+    pending = None
     for node in list(graph.nodes):
-        if node.op == "get_attr":
-            value = getattr(module, str(node.target))
-            if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-                reason = "a tensor made there cannot be followed through the graph"
-                raise Unsupported(
-                    "a step outside torch's tracing", reason, next((line for user in node.users if (line := node_line(user))), "")
-                )
         if node.target is torch._C._set_grad_enabled:
             if pending is not None:
                 graph.erase_node(pending)
@@ -376,8 +389,6 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
             else:
                 current = pending.args[0]
             pending = None
-    graph.lint()
-    module.recompile()
 
 
 def node_line(node: torch.fx.Node) -> str:
