@@ -23,6 +23,7 @@ from . import config
 from .capture import tree
 from .capture.effects import Effect
 from .capture.guards import Guards, memory_pattern
+from .capture.cut import Region
 from .capture.regions import Regions
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
@@ -195,6 +196,7 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
 def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
     """Trace the joint graph and compile it with fusejit's own back end."""
     from .autodiff.attention import retarget_attention
+    from .autodiff.compose import compose
     from .autodiff.joint import build
     from .autodiff.region import Toolchain, call_regions
     from .codegen import decompose
@@ -220,14 +222,17 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     rewrite = retarget_attention if elsewhere else lambda module: module
     flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target)))
     tools = Toolchain(region_compiler(options), decompose.table(), rewrite, flavour)
-    graph, regions = call_regions(rewrite(graph), tools)
-    found.compile_ms["regions"] = (time.perf_counter() - start) * 1e3
-    start = time.perf_counter()
-    built = build(graph, tensors, compiler, tools.decompositions)
-    built.regions = regions
+    graph = rewrite(graph)
+    calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
+    built = compose(graph, tensors, tools, compiler) if calls else None
+    if built is None:
+        graph, regions = call_regions(graph, tools)
+        built = build(graph, tensors, compiler, tools.decompositions)
+        built.regions = regions
     found.inlined += tools.notes
+    found.compile_ms["regions"] = sum({id(region): region.compile_ms for region in built.regions}.values())
     found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - sum(
-        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward")
+        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions")
     )
     return built
 

@@ -18,7 +18,7 @@ ORDER = [
     *("codegen/split", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/tree", "capture/effects", "capture/trace", "capture/guards"),
     *("capture/relocate", "capture/cut", "capture/regions", "rewrites/", "rewrites/lazy_inline"),
-    *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint", "autodiff/region"),
+    *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint", "autodiff/region", "autodiff/compose"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/launch", "runtime/eager"),
     *("compile", "specialise", "explain", "function", "module", "jit", "blocks", "bench", "cli", "__main__"),

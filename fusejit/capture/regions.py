@@ -14,10 +14,11 @@ made them; regions hold regions; what is called too seldom to be worth a boundar
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,12 +174,17 @@ class Regions:
             self.inlined[name, str(refused)] = None
             return run()
         known = self.kinds.setdefault(kind, [])
-        for record in known:
-            if record.reason:
-                return run()
-            pairs = relocate(record.window.reads.values(), self.recorder, zip(record.roots, roots))
-            if pairs is not None:
-                return self.write_call(record, pairs, leaves)
+        with unobserved():
+            for record in known:
+                if record.reason:
+                    break
+                pairs = relocate(record.window.reads.values(), self.recorder, zip(record.roots, roots))
+                if pairs is not None:
+                    return self.write_call(record, pairs, leaves)
+            else:
+                record = None
+        if record is not None:
+            return run()
         if len(known) >= VARIANTS:
             return run()
         record = Record(name, len(self.records), roots, leaves, Window(self.recorder), Region(name, mark is not AUTO, repr(apart)))
@@ -218,7 +224,7 @@ class Regions:
             out = run()
         flat: list[Any] = []
         record.structure = tree.flatten(out, flat)
-        flat = [self.tracing.replace(item) for item in flat]
+        flat = [self.twin(item) for item in flat]
         results: tuple[torch.fx.Node, ...] = ()
         inputs: tuple[torch.fx.Node, ...] = ()
         try:
@@ -235,10 +241,10 @@ class Regions:
 
     def results(self, record: Record, flat: list[Any]) -> tuple[torch.fx.Node, ...]:
         """Sort the leaves of the result; returns the graph's nodes of those that the region makes."""
-        given = {id(self.tracing.replace(leaf)): place for place, leaf in enumerate(record.leaves) if isinstance(leaf, Tensor)}
+        given = {id(self.twin(leaf)): place for place, leaf in enumerate(record.leaves) if isinstance(leaf, Tensor)}
         places: dict[int, int] = {}
         made: list[torch.fx.Node] = []
-        memory = {memory_of(self.tracing.twin(tensor)) for how, tensor in self.given_tensors(record)}
+        memory = {memory_of(self.twin(tensor)) for how, tensor in self.given_tensors(record)}
         for item in flat:
             if not isinstance(item, Tensor):
                 if not isinstance(item, OUTPUT_VALUES):
@@ -312,11 +318,16 @@ class Regions:
         mode: Any = get_proxy_mode()
         return mode.tracer
 
+    def twin(self, value: Any) -> Any:
+        """What the trace has for a value, outside the trace's own function mode: looking at a tensor there would make it an input twice."""
+        with torch._C.DisableTorchFunction():
+            return self.tracing.replace(value)
+
     def node(self, value: Tensor) -> torch.fx.Node:
         """The graph's node of a tensor; a real one met for the first time becomes an input."""
         from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-        slot: Any = get_proxy_slot(self.tracing.twin(value), self.tracer(), None)
+        slot: Any = get_proxy_slot(self.twin(value), self.tracer(), None)
         if slot is None:
             raise Refused("it uses a tensor that torch's tracing did not see made")
         return slot.proxy.node
@@ -380,6 +391,17 @@ def refuse_changes(own: Iterable[torch.fx.Node]) -> None:
         roots[node] = node if first is None else roots.get(first, first)
         if schema.is_mutable and (first is None or roots[node] not in roots):
             raise Refused("it changes a parameter, a buffer or an argument in place")
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Without the recorder's profile hook, which sees every call of Python: no code of the user's runs here."""
+    hook = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(hook)
 
 
 def stand_in(spec: Spec) -> Tensor:

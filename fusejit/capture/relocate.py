@@ -196,25 +196,33 @@ def relocate(reads: Iterable[Read], recorder: Recorder, roots: Iterable[tuple[An
     found = []
     recorder.silent += 1
     try:
-        for read in reads:
-            table = pairs.of(read.table)
-            if table is MISSING:
-                if read.how != "cell" and not isinstance(read.table, types.MappingProxyType) and id(read.table) not in recorder.scopes:
+        with torch._C.DisableTorchFunction():  # reading a tensor's dtype is no part of the capture
+            for read in reads:
+                table = table_of(read, pairs, recorder)
+                if table is MISSING:
                     return None
-                table = read.table
-            if read.how == "absent":
-                if read.name in table:
+                value = None if read.how == "absent" else read_again(read, table)
+                if read.how == "absent":
+                    if read.name in table:
+                        return None
+                elif value is MISSING or not pairs.match_container(read.value, read.snapshot, value):
                     return None
-                value = None
-            else:
-                value = read_again(read, table)
-                if value is MISSING or not pairs.match_container(read.value, read.snapshot, value):
-                    return None
-            if table is not read.table or recorder.window:
-                written = recorder.written(read.how, table, read.name, value, read.section)
-                found.append(replace(read, table=table, value=value, snapshot=freeze(value), written=written))
+                if table is not read.table or recorder.window:
+                    found.append((read, table, value))
     finally:
         recorder.silent -= 1
-    for read in found:
-        keep_read(recorder, read)
+    for read, table, value in found:
+        key = (id(table), read.section or read.how, read.name)
+        if key not in recorder.reads:
+            written = recorder.written(read.how, table, read.name, value, read.section)
+            keep_read(recorder, Read(read.how, table, read.name, value, read.section, freeze(value), written))
     return pairs
+
+
+def table_of(read: Read, pairs: Pairs, recorder: Recorder) -> Any:
+    """Where a read is made again: the twin of its table, or the table itself if every block has the same; MISSING when that is unknown."""
+    table = pairs.of(read.table)
+    if table is MISSING:
+        shared = read.how == "cell" or isinstance(read.table, types.MappingProxyType) or id(read.table) in recorder.scopes
+        return read.table if shared else MISSING
+    return table
