@@ -21,8 +21,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..capture.cut import Region, Spec
+from ..codegen.simplify import unwritten
 from .bridge import Differentiable
-from .joint import Built, Compiler, fake_inputs, lift_constants, outside_autocast, placeholder_values, split_views, with_constants, with_views
+from .joint import Built, Compiler, lift_constants, outside_autocast, placeholder_values, split_views, with_constants, with_views
 from .partition import Halves
 from .region import BACKWARD, FORWARD, Compiled, Toolchain, compiled, laid
 
@@ -47,12 +48,11 @@ class Step:
 class Composed:
     """The forward graph while it is written."""
 
-    def __init__(self, values: Sequence[Tensor]) -> None:
+    def __init__(self, values: Sequence[Tensor], grad: Sequence[bool]) -> None:
         self.graph = Graph()
         self.steps: list[Step] = []
-        self.differentiable: set[Node] = set()
         self.inputs = [value_node(self.graph.placeholder(f"input_{place}"), value) for place, value in enumerate(values)]
-        self.differentiable |= {node for node, value in zip(self.inputs, values) if value.requires_grad}
+        self.differentiable = {node for node, own in zip(self.inputs, grad, strict=True) if own}
 
     def call(self, known: Compiled, inputs: list[Node]) -> list[Node]:
         """Write a call; returns the nodes of its results."""
@@ -83,13 +83,13 @@ def compose(module: GraphModule, inputs: Sequence[Tensor], tools: Toolchain, com
     """
     core, views = split_views(module)
     core, constants = lift_constants(core)
-    values = fake_inputs([*inputs, *constants])
+    values = [node.meta["val"] for node in core.graph.nodes if node.op == "placeholder"]
+    made = Composed(values, [value.requires_grad for value in (*inputs, *constants)])
     notes = len(tools.notes)
-    written = write_forward(core, values, tools)
-    if written is None:
+    results = write_forward(made, core, tools)
+    if results is None:
         del tools.notes[notes:]
         return None
-    made, results = written
     built = finish(made, results, compiler)
     built.regions = [step.known for step in made.steps]
     if constants:
@@ -102,9 +102,8 @@ def compose(module: GraphModule, inputs: Sequence[Tensor], tools: Toolchain, com
 # Forward.
 
 
-def write_forward(core: GraphModule, values: list[Tensor], tools: Toolchain) -> tuple[Composed, list[Node]] | None:
-    """Write each region call, and what stands between two as a call of its own; returns the graph and its results."""
-    made = Composed(values)
+def write_forward(made: Composed, core: GraphModule, tools: Toolchain) -> list[Node] | None:
+    """Write each region call, and what stands between two as a call of its own; returns the results."""
     placeholders = [node for node in core.graph.nodes if node.op == "placeholder"]
     names: dict[Node, Node] = dict(zip(placeholders, made.inputs, strict=True))
     between: list[Node] = []
@@ -125,7 +124,7 @@ def write_forward(core: GraphModule, values: list[Tensor], tools: Toolchain) -> 
         results = made.call(known, [names[value] for value in node.args])
         names |= {user: results[user.args[1]] for user in node.users}
     results = [names[value] for value in core.graph.output_node().args[0]]  # type: ignore[union-attr,index]
-    return None if any(node in made.inputs for node in results) else (made, results)
+    return None if any(node in made.inputs for node in results) else results
 
 
 def write_between(made: Composed, core: GraphModule, nodes: list[Node], names: dict[Node, Node], tools: Toolchain) -> bool:
@@ -218,7 +217,7 @@ def finish(made: Composed, results: list[Node], compiler: Compiler) -> Built:
     requires_grad = [node in made.differentiable for node in results]
     if not any(requires_grad):
         made.graph.output(tuple(results))
-        forward = GraphModule(torch.nn.Module(), made.graph)
+        forward = unwritten(made.graph)
         program = compiler(forward, placeholder_values(forward), "forward")
         return Built(outside_autocast(program), {"forward": forward}, program)
     back = Backward(made, results)
@@ -229,7 +228,7 @@ def finish(made: Composed, results: list[Node], compiler: Compiler) -> Built:
     kept = [node for node in gradients if node is not None]
     back.graph.output(tuple(kept))
     made.graph.output((*results, *back.saved))
-    forward, backward = GraphModule(torch.nn.Module(), made.graph), GraphModule(torch.nn.Module(), back.graph)
+    forward, backward = unwritten(made.graph), unwritten(back.graph)
     order = iter(range(len(kept)))
     places = tuple(None if node is None else next(order) for node in gradients)
     halves = Halves(forward, backward, len(results), len(back.saved), places)

@@ -157,6 +157,7 @@ def lift_constants(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, 
                 )
             else:
                 made = graph.placeholder(f"constant_{len(constants)}")
+                made.meta["val"] = value
                 constants.append(value)
                 (last[-1].append if last else next(iter(graph.nodes)).prepend)(made)
                 last.append(made)

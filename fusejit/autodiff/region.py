@@ -50,7 +50,7 @@ class Compiled:
         forward: inputs to results and saved tensors. gradient: the backward, or None where nothing requires grad.
         outputs: fake results and saved tensors of the forward; results: how many of them are results.
         saved: for each tensor the backward reads: ("input", i), ("result", i) or ("made", i), the place among what the forward returns.
-        inner: regions that this one calls. compile_ms: milliseconds it took, backward not counted.
+        inner: regions that this one calls.
     """
 
     key: str
@@ -61,7 +61,6 @@ class Compiled:
     results: int
     saved: tuple[tuple[str, int], ...] = ()
     inner: list[Compiled] = field(default_factory=list)
-    compile_ms: float = 0.0
 
 
 COMPILED: weakref.WeakValueDictionary[str, Compiled] = weakref.WeakValueDictionary()
@@ -69,13 +68,17 @@ COMPILED: weakref.WeakValueDictionary[str, Compiled] = weakref.WeakValueDictiona
 
 @dataclass(slots=True)
 class Toolchain:
-    """What compiles a region: `compiler` for functional graphs, decompositions, a rewrite of captured graphs; `flavour` names all three."""
+    """What compiles a region: `compiler` for functional graphs, decompositions, a rewrite of captured graphs; `flavour` names all three.
+
+    notes: (region, why) of what stays in place. spent_ms: milliseconds that compiling regions took; backwards, compiled when needed, not.
+    """
 
     compiler: Compiler
     decompositions: dict
     rewrite: Callable[[GraphModule], GraphModule]
     flavour: str
     notes: list[tuple[str, str]] = field(default_factory=list)
+    spent_ms: float = 0.0
 
 
 def call_regions(module: GraphModule, tools: Toolchain) -> tuple[GraphModule, list[Compiled]]:
@@ -106,11 +109,13 @@ def compiled(region: Region, tools: Toolchain) -> Compiled | None:
     key = f"{region.key}/{tools.flavour}"
     known = COMPILED.get(key)
     if known is None:
+        start, before = time.perf_counter(), tools.spent_ms
         try:
             known = COMPILED[key] = compile_region(region, key, tools)
         except (FusejitError, RuntimeError, ValueError, TypeError) as error:
             reason = error.reason if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
             tools.notes.append((region.name, reason))
+        tools.spent_ms = before + (time.perf_counter() - start) * 1e3  # inner regions included
     return known
 
 
@@ -123,7 +128,6 @@ def compile_region(region: Region, key: str, tools: Toolchain) -> Compiled:
     Raises:
         Unsupported: it changes an input, or its results share memory with one.
     """
-    start = time.perf_counter()
     core, inner = call_regions(tools.rewrite(region.graph), tools)
     core, constants = lift_constants(core)
     if constants:
@@ -137,7 +141,6 @@ def compile_region(region: Region, key: str, tools: Toolchain) -> Compiled:
         compiler = lambda module, inputs, stage: tools.compiler(module, inputs, f"{region.name}.{stage}")  # noqa: E731
         made = finish(region, key, joint, compiler)
     made.inner = inner
-    made.compile_ms = (time.perf_counter() - start) * 1e3
     return made
 
 

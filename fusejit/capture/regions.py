@@ -30,7 +30,7 @@ from .effects import CONTAINERS, DEPTH, HOOKS, Recorder
 from .guards import state_key, value_key
 from .lines import frame_entry, user_frame
 from .relocate import Window, relocate
-from .trace import LOCAL, OUTPUT_VALUES, Tracing
+from .trace import LOCAL, OUTPUT_VALUES, PLAIN_TYPES, Tracing
 
 Tensor = torch.Tensor
 MARK = "_fusejit_lazy_inline"
@@ -306,7 +306,7 @@ class Regions:
         found: dict[torch.fx.Node, Tensor] = {}
         for read in record.window.reads.values():
             for tensor in tensors_in(read.value, DEPTH):
-                if id(tensor) in self.tracing.twins or not type(tensor) in (Tensor, torch.nn.Parameter):
+                if id(tensor) in self.tracing.twins or id(tensor) in self.tracing.placed or type(tensor) not in PLAIN_TYPES:
                     found.setdefault(self.node(tensor), tensor)
         return found
 
@@ -323,11 +323,21 @@ class Regions:
         with torch._C.DisableTorchFunction():
             return self.tracing.replace(value)
 
-    def node(self, value: Tensor) -> torch.fx.Node:
-        """The graph's node of a tensor; a real one met for the first time becomes an input."""
+    def node(self, value: Tensor, like: Tensor | None = None) -> torch.fx.Node:
+        """The graph's node of a tensor; a real one met for the first time becomes an input.
+
+        Where it only takes the place of an equal tensor (`like`), it needs no fake twin, which costs more than all the rest of a call.
+        """
         from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-        slot: Any = get_proxy_slot(self.twin(value), self.tracer(), None)
+        tracing, tracer = self.tracing, self.tracer()
+        if id(value) in tracing.placed:
+            return tracing.placed[id(value)]
+        if like is not None and id(value) not in tracing.twins and type(value) in PLAIN_TYPES:
+            node = tracing.placed[id(value)] = tracing.place(value, tracer)
+            node.meta.update(self.node(like).meta)
+            return node
+        slot: Any = get_proxy_slot(self.twin(value), tracer, None)
         if slot is None:
             raise Refused("it uses a tensor that torch's tracing did not see made")
         return slot.proxy.node
@@ -342,7 +352,7 @@ class Regions:
         fx_traceback.current_meta["stack_trace"] = frame_entry(user_frame(sys._getframe(2), self.tracing.stop))
         tracer = self.tracer()
         wrap = lambda node: torch.fx.Proxy(node, tracer)  # noqa: E731
-        find = {"leaf": lambda place: self.node(leaves[place]), "tensor": lambda old: self.node(pairs.of(old)), "node": lambda node: node}
+        find = {"leaf": lambda place: self.node(leaves[place]), "tensor": lambda old: self.node(pairs.of(old), old), "node": keep}
         inputs = tuple(wrap(find[how](what)) for how, what in record.sources)
         called = tracer.create_proxy("call_function", record.region, inputs, {}, name=record.name.lower())
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():

@@ -141,6 +141,7 @@ class Tracing(TorchFunctionMode):
         self.twins: dict[int, Any] = {}
         self.arguments: dict[int, int] = {}
         self.lifted: list[tuple[Tensor, torch.fx.Node]] = []
+        self.placed: dict[int, torch.fx.Node] = {}  # inputs that only regions have read: without a twin
         self.same: list[tuple[Tensor, int]] = []
         self.inference = torch.is_inference_mode_enabled()
         self.last_frame: str = ""
@@ -198,11 +199,16 @@ class Tracing(TorchFunctionMode):
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.inference_mode(False):
             fake = self.fake_mode.from_tensor(value)
         assert isinstance(fake, FakeTensor)
-        proxy = mode.tracer.create_proxy("placeholder", f"lifted_{len(self.lifted)}", (), {})
+        node = self.placed.pop(id(value), None) or self.place(value, mode.tracer)
         with torch._C.DisableTorchFunction():
-            track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
-        self.lifted.append((value, proxy.node))
+            track_tensor_tree(fake, torch.fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
         return fake
+
+    def place(self, value: Tensor, tracer: Any) -> torch.fx.Node:
+        """Give a real tensor an input of the graph."""
+        node = tracer.create_node("placeholder", f"lifted_{len(self.lifted)}", (), {})
+        self.lifted.append((value, node))
+        return node
 
     def note_inference(self) -> None:
         """Write the entering and leaving of inference mode, which torch's tracing does not see, as changes of grad mode."""
