@@ -11,6 +11,7 @@ In: a specialisation. Out: `Report`: fields for programs, `str()` for people. No
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class Half:
     """The forward or the backward Program: its kernels in launch order, launches of one call, extern calls, unfused pairs.
 
     `own` are the kernels and `called` the torch ops of the Program itself; `regions` are the Programs that it calls: name, number of
-    calls, and what one call runs. All other fields are totals: a region's kernels are listed once, its launches and calls as often as it runs.
+    calls, and what one call runs. All other fields are totals: a region's kernels are listed once, its launches as often as it runs.
     """
 
     kernels: tuple[Kernel, ...] = ()
@@ -196,7 +197,9 @@ def _eager(found: Specialisation) -> tuple[tuple[str, int], ...]:
 
         values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
         grad = found.built.backward() is not None
-        inputs = [v.detach().requires_grad_(grad and own) for v, own in zip(values, found.differentiable, strict=True)]
+        with values[0].fake_mode if values else contextlib.nullcontext():  # of their own memory: equal blocks share their fake weights
+            copies = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+        inputs = [v.requires_grad_(grad and own) for v, own in zip(copies, found.differentiable, strict=True)]
         with torch.set_grad_enabled(grad):
             graph = build(graph, inputs, lambda module, inputs, stage: None, {}).graphs["joint"]
     counted = ((str(n.target), _node_bytes(n)) for n in graph.graph.nodes if n.op == "call_function")

@@ -21,9 +21,9 @@ import torch
 
 from . import config
 from .capture import tree
+from .capture.cut import Region
 from .capture.effects import Effect
 from .capture.guards import Guards, memory_pattern
-from .capture.cut import Region
 from .capture.regions import Regions
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .errors import CaptureError, CompileError, FusejitError, Unsupported

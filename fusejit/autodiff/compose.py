@@ -58,9 +58,7 @@ class Composed:
         """Write a call; returns the nodes of its results."""
         number = len(self.steps)
         called = value_node(self.graph.call_function(FORWARD, (list(inputs), known.key, number)), tuple(known.outputs))
-        made = [
-            value_node(self.graph.call_function(operator.getitem, (called, place)), value) for place, value in enumerate(known.outputs)
-        ]
+        made = [value_node(self.graph.call_function(operator.getitem, (called, place)), value) for place, value in enumerate(known.outputs)]
         step = Step(known, inputs, made, number)
         self.steps.append(step)
         self.differentiable |= {node for node, grad in zip(made, step.grad) if grad}

@@ -211,9 +211,7 @@ def trace_joint(core: torch.fx.GraphModule, inputs: Sequence[Tensor], decomposit
     given = fake_inputs(inputs)
     if given:
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(given[0].fake_mode)))  # type: ignore[attr-defined]
-    joint = aot_export_joint_with_descriptors(
-        stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
-    )
+    joint = aot_export_joint_with_descriptors(stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True)
     return joint, given
 
 

@@ -22,7 +22,7 @@ from .trace import drop_switches
 Tensor = torch.Tensor
 Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device, bool]
 SMALL = 10
-"""Blocks that nobody marked and that have fewer ops than this stay in place: the kernels at their ends would fuse with their neighbours'."""
+"""Blocks that nobody marked and that have fewer ops than this stay in place: kernels at their ends fuse with their neighbours'."""
 ONCE = "called once: captured in place"
 TOO_SMALL = f"fewer than {SMALL} ops: a boundary would cost more than it saves; mark the class with fusejit.lazy_inline to keep it apart"
 SELDOM = "fewer than three equal calls; mark the class with fusejit.lazy_inline to keep it apart"

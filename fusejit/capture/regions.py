@@ -43,7 +43,7 @@ VARIANTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How a block is captured: `policy` None keeps it apart, "front" captures it in place; `attrs` tell blocks apart besides what they read."""
+    """How a block is captured: `policy` None: apart, "front": in place; `attrs` tell blocks apart besides what they read."""
 
     policy: str | None = None
     attrs: tuple[str, ...] = ()
@@ -284,7 +284,10 @@ class Regions:
         for node in needed:
             how, what = source = self.source(node, arguments, read)
             record.sources.append(source)
-            record.region.inputs.append(self.spec({"leaf": record.leaves.__getitem__, "tensor": keep, "node": self.constant}[how](what)))
+            find: dict[str, Callable[[Any], Tensor]] = {"leaf": record.leaves.__getitem__, "tensor": keep, "node": self.constant}
+            dtype, shape, stride, device, grad = self.spec(find[how](what))
+            grad = grad and record.region.grad  # without gradients it does not matter who requires them
+            record.region.inputs.append((dtype, shape, stride, device, grad))
         if not needed:
             raise Refused("it takes no tensor")
         return tuple(needed)

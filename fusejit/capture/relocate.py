@@ -148,7 +148,7 @@ class Pairs:
             return bool(new == frozen)
         if len(new) != len(frozen) or isinstance(old, dict) and list(new) != list(frozen):
             return False
-        items = [(frozen[name], new[name]) for name in frozen] if isinstance(old, dict) else list(zip(frozen, new))
+        items = [(frozen[name], dict.__getitem__(new, name)) for name in frozen] if isinstance(new, dict) else list(zip(frozen, new))
         return all(self.match_item(then, now) for then, now in items)
 
     def match_item(self, then: Any, now: Any) -> bool:

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import CaptureError, Unsupported
 from . import tree
 from .effects import Effect, Recorder
-from .lines import error_line, frame_entry, frame_line, raised_by_user, user_frame
+from .lines import error_line, frame_entry, frame_line, raised_by_user, user_frame, user_line
 
 Tensor = torch.Tensor
 LOCK = threading.RLock()
@@ -374,7 +374,7 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
         if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
             reason = "a tensor made there cannot be followed through the graph"
             raise Unsupported(
-                "a step outside torch's tracing", reason, next((line for user in node.users if (line := node_line(user))), "")
+                "a step outside torch's tracing", reason, next((line for user in node.users if (line := user_line(user))), "")
             )
     drop_switches(graph, torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
     graph.lint()
@@ -395,12 +395,6 @@ def drop_switches(graph: torch.fx.Graph, current: bool) -> None:
             else:
                 current = pending.args[0]
             pending = None
-
-
-def node_line(node: torch.fx.Node) -> str:
-    from .lines import user_line
-
-    return user_line(node)
 
 
 OUTPUT_VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), type)

@@ -301,7 +301,9 @@ class Lowering:
             return ref
         made = self.buffer(wanted.shape, wanted.strides, wanted.dtype, wanted.device)
         if made.strides != wanted.strides:
-            raise Unsupported(short(node.target), f"a region takes it with the strides {wanted.strides}, which no kernel writes", line_of(node))
+            raise Unsupported(
+                short(node.target), f"a region takes it with the strides {wanted.strides}, which no kernel writes", line_of(node)
+            )
         self.reasons[made.name] = "the layout that a region takes"
         value = Store(made.name, made.layout, cast(self.expr(node), wanted.dtype), wanted.dtype)
         self.steps.append(Cluster.build(made.shape, (), [value], self.lines(node)))

@@ -120,8 +120,8 @@ class Program:
                 return [f"{buffer.name} = {reuse}  # in place"]
             case Launch(kernel, arguments):
                 return [f"{launchers[kernel.name, kernel.grid][1]}({', '.join(arguments)})"]
-            case Free(names):
-                return [f"del {', '.join(names)}"]
+            case Free(dead):
+                return [f"del {', '.join(dead)}"]
             case Return(values):
                 return [f"return ({', '.join(map(self._text, values))}{',' if values else ''})"]
         assert isinstance(step, Extern)
