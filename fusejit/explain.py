@@ -192,16 +192,29 @@ def _eager(found: Specialisation) -> tuple[tuple[str, int], ...]:
     graph = found.record.get("capture")
     if graph is None:
         return ()
-    if found.built is not None:
-        from .autodiff.joint import build  # AOTAutograd: seconds of import, there already when something was compiled
+    if found.built is None:
+        return _counted(graph)
+    from .autodiff.joint import build  # AOTAutograd: seconds of import, there already when something was compiled
+    from .autodiff.region import in_state, stand_ins
 
-        values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-        grad = found.built.backward() is not None
-        with values[0].fake_mode if values else contextlib.nullcontext():  # of their own memory: equal blocks share their fake weights
-            copies = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-        inputs = [v.requires_grad_(grad and own) for v, own in zip(copies, found.differentiable, strict=True)]
-        with torch.set_grad_enabled(grad):
-            graph = build(graph, inputs, lambda module, inputs, stage: None, {}).graphs["joint"]
+    joint = lambda graph, inputs: build(graph, inputs, lambda module, inputs, stage: None, {}).graphs["joint"]  # noqa: E731
+    if found.built.regions and "joint" not in found.built.graphs:  # all of the graph is calls of regions: each is counted once
+        rows: dict[int, tuple[tuple[str, int], ...]] = {}
+        for known in found.built.regions:
+            if id(known) not in rows:
+                with in_state(known.region):
+                    rows[id(known)] = _counted(joint(known.region.graph, stand_ins(known.region.inputs)))
+        return tuple(row for known in found.built.regions for row in rows[id(known)])
+    values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    grad = found.built.backward() is not None
+    with values[0].fake_mode if values else contextlib.nullcontext():  # of their own memory: equal blocks share their fake weights
+        copies = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+    inputs = [v.requires_grad_(grad and own) for v, own in zip(copies, found.differentiable, strict=True)]
+    with torch.set_grad_enabled(grad):
+        return _counted(joint(graph, inputs))
+
+
+def _counted(graph: torch.fx.GraphModule) -> tuple[tuple[str, int], ...]:
     counted = ((str(n.target), _node_bytes(n)) for n in graph.graph.nodes if n.op == "call_function")
     return tuple((name, moved) for name, moved in counted if moved is not None)
 
