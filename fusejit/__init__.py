@@ -19,6 +19,7 @@ from .rewrites.batch import grad, value_and_grad, vmap
 from .rewrites.by_hand import cond, select, while_loop
 from .rewrites.exclude import exclude_from_trace
 from .rewrites.jit_class import jit_class
+from .rewrites.lazy_inline import lazy_inline, no_inline
 from .specialise import compile_for
 from .tracing import TraceFunction, partial_trace, trace
 
@@ -42,7 +43,9 @@ __all__ = [
     "grad",
     "jit",
     "jit_class",
+    "lazy_inline",
     "mutable",
+    "no_inline",
     "partial_trace",
     "print",
     "select",

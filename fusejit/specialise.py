@@ -22,9 +22,11 @@ import torch
 from . import config
 from .capture import tree
 from .capture.constants import constants
+from .capture.cut import Region
 from .capture.effects import Effect
 from .capture.guards import Guards, memory_pattern
 from .capture.lines import error_lines
+from .capture.regions import Regions
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
@@ -44,7 +46,7 @@ class Settings:
     """The options of one jitted function (see `fusejit.jit` and `fusejit.trace`).
 
     `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they have at
-    capture. `apart`: forward and backward are two programs on every backend, also on "eager".
+    capture. `apart`: forward and backward are two programs on every backend, also on "eager". `regions`: equal blocks are captured once.
     """
 
     capture_mode: str = "ast"
@@ -57,6 +59,7 @@ class Settings:
     fast_math: bool = False
     constants: bool = False
     apart: bool = False
+    regions: bool = True
 
 
 def check(name: str, value: Any, choices: tuple) -> None:
@@ -88,6 +91,7 @@ class Specialisation:
         forward: the forward Program, or None; fallbacks, effects, control: see there.
         differentiable: for each input of the graph, whether it requires grad.
         why: what made it necessary (see capture/reasons.py); through: what reads the function by its bytecode instead, or None.
+        inlined: blocks that were captured in place though marked or repeated, each with the reason.
     """
 
     backend: str
@@ -106,6 +110,7 @@ class Specialisation:
     differentiable: tuple[bool, ...] = ()
     why: str = ""
     through: Any = None
+    inlined: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def backward(self) -> Any:
@@ -135,10 +140,12 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
     start = time.perf_counter()
     watch = () if receiver is None else (receiver,)
     control: list[Outcome] = []
+    whole = settings.fast_math or settings.constants or settings.apart  # what looks at, or differentiates, the graph as a whole
+    regions = Regions if settings.regions and not whole else None
     if settings.capture_mode == "ast":
-        captured, control = capture_rewritten(fn, args, kwargs, settings.name, watch)
+        captured, control = capture_rewritten(fn, args, kwargs, settings.name, watch, regions)
     else:
-        captured = capture(fn, args, kwargs, settings.name, watch)
+        captured = capture(fn, args, kwargs, settings.name, watch, regions=regions)
     if settings.fast_math:
         captured.graph = algebra(captured.graph)
     if settings.constants:
@@ -149,6 +156,7 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
         resolve(settings, tensors), guards.lifted, captured=captured, guards=guards, pins=(receiver, leaves_without_tensors(leaves))
     )
     found.effects, found.control = list(captured.effects), control
+    found.inlined += captured.regions.inlined if captured.regions else ()
     found.differentiable = tuple(tensor.requires_grad for tensor in tensors)
     found.record["capture"] = captured.graph
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
@@ -249,7 +257,9 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
 def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
     """Trace the joint graph and compile it with fusejit's own back end."""
     from .autodiff.attention import retarget_attention
+    from .autodiff.compose import compose
     from .autodiff.joint import build
+    from .autodiff.region import Toolchain, call_regions
     from .codegen import decompose
     from .compile import Options, compile_graph, dump
 
@@ -272,11 +282,21 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
         return program
 
     start = time.perf_counter()
-    if settings.target is not None and not any(tensor.is_cuda for tensor in tensors):
-        graph = retarget_attention(graph)
-    built = build(graph, tensors, compiler, {} if plain else decompose.table())
+    elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
+    rewrite = retarget_attention if elsewhere else lambda module: module
+    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain)))
+    tools = Toolchain(region_compiler(options), {} if plain else decompose.table(), rewrite, flavour)
+    graph = rewrite(graph)
+    calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
+    built = compose(graph, tensors, tools, compiler) if calls else None
+    if built is None:
+        graph, regions = call_regions(graph, tools)
+        built = build(graph, tensors, compiler, tools.decompositions)
+        built.regions = regions
+    found.inlined += tools.notes
+    found.compile_ms["regions"] = tools.spent_ms
     found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - sum(
-        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward")
+        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions")
     )
     return built
 
@@ -291,6 +311,16 @@ def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequenc
         return run(*given)
 
     return program
+
+
+def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
+    """The compiler of regions, which outlive the specialisation that needs them first and therefore know nothing of it."""
+    from .compile import compile_graph, dump
+
+    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
+        return compile_graph(module, inputs, options, record=lambda name, value: dump(f"{stage}.{name}", value))
+
+    return compiler
 
 
 def fail_compile(found: Specialisation, error: Exception, settings: Settings) -> None:
@@ -376,7 +406,8 @@ class Programs:
 
     @property
     def kernels(self) -> list[Any]:
-        return [kernel for program in (self.forward, self.backward) if program is not None for kernel in program.kernels]
+        halves = [program for program in (self.forward, self.backward) if program is not None]
+        return [kernel for half in halves for program in (half, *half.called) for kernel in program.kernels]
 
     @property
     def source(self) -> str:

@@ -201,7 +201,8 @@ def trace(
     check_choice("opt_level", opt_level, (0, 1, 2, 3))
     check_choice("backend", backend, BACKENDS)
     check_choice("numerics", numerics, NUMERICS)
-    settings = Settings("trace", f"O{opt_level}", symbolic, backend, numerics, name or "", fast_math=fast_math, constants=capture_as_const)
+    settings = Settings("trace", f"O{opt_level}", symbolic, backend, numerics, name or "", fast_math=fast_math, constants=capture_as_const,
+                        regions=without_host)  # fmt: skip  # a region's Python runs once, and lockstep compares all of it
     options = TraceOptions(symbolic, without_host, record_only, profiling)
     return functools.partial(make, settings=settings, options=options) if fn is None else make(fn, settings, options)
 

@@ -245,7 +245,6 @@ def test_refused_inside_a_transform(backend):
 
     x = torch.randn(3, 4, requires_grad=True)
     for fn, reason in (
-        (lambda x: torch.vmap(lambda r: torch.cond(r.sum() > 0, torch.sin, torch.cos, (r,)))(x.detach()), "cond"),
         (lambda x: torch.vmap(torch.func.grad(lambda r: Double.apply(r).sum()))(x), "Double|custom_function_call"),
         (lambda x: torch.vmap(lambda r: torch.autograd.grad((r * x[0]).sum(), x)[0])(x), "torch.autograd.grad"),
     ):

@@ -41,6 +41,7 @@ class Built:
         forward: the forward Program; differentiable: its gradients, or None.
         notes: what runs another way than compiled, and why.
         mutates: the graph changes some of its inputs.
+        regions: the compiled regions that the Programs call (see region.py), kept alive.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
@@ -50,6 +51,7 @@ class Built:
     wrapped_backward: Any = None
     notes: list[tuple[str, str]] = field(default_factory=list)
     mutates: bool = False
+    regions: list[Any] = field(default_factory=list)
 
     def backward(self) -> Any:
         """The backward Program, compiled now for tangents as traced if it was not needed yet; None without gradients."""
@@ -156,6 +158,7 @@ def lift_constants(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, 
                 )
             else:
                 made = graph.placeholder(f"constant_{len(constants)}")
+                made.meta["val"] = value
                 constants.append(value)
                 (last[-1].append if last else next(iter(graph.nodes)).prepend)(made)
                 last.append(made)
@@ -188,25 +191,32 @@ def build(
         compiler: called for each functional graph; its errors come out unchanged.
         decompositions: {overload: function} applied below autograd.
     """
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # 2.4 s of import: only when something is compiled
-
     core, views = split_views(graph)
     core, constants = lift_constants(core)
-    stack = contextlib.ExitStack()
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()  # before inference_mode(False), which switches gradients on
-    with stack, capture_quietly(), torch.inference_mode(False), torch.set_grad_enabled(grad):
-        given = fake_inputs([*inputs, *constants])
-        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(given[0].fake_mode)) if given else contextlib.nullcontext())  # type: ignore[attr-defined]
-        with LOCK:  # torch marks a running trace in a global that other threads' traces would spoil
-            joint = aot_export_joint_with_descriptors(
-                stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
-            )
+    with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.set_grad_enabled(grad):
+        joint, given = trace_joint(core, [*inputs, *constants], decompositions, stack)
         built = route(joint, given, compiler)
     if constants:
         built.run = with_constants(built.run, constants)
     if views is not None:
         built.run = with_views(built.run, type(views).forward.__get__(views))
     return built
+
+
+def trace_joint(core: torch.fx.GraphModule, inputs: Sequence[Tensor], decompositions: dict, stack: contextlib.ExitStack) -> Any:
+    """AOTAutograd's joint graph and metadata, and the fake inputs; both are good until `stack` is left."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # 2.4 s of import: only when something is compiled
+
+    stack.enter_context(capture_quietly())
+    given = fake_inputs(inputs)
+    if given:
+        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(given[0].fake_mode)))  # type: ignore[attr-defined]
+    with LOCK:  # torch marks a running trace in a global that other threads' traces would spoil
+        joint = aot_export_joint_with_descriptors(
+            stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
+        )
+    return joint, given
 
 
 @contextlib.contextmanager

@@ -56,6 +56,7 @@ class Read:
     """One value that the capture read.
 
     `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell, call (`table()`).
+    `written`: the capture itself had put the value there, which only the calls of one capture can tell apart (see regions.py).
     """
 
     how: str
@@ -64,6 +65,7 @@ class Read:
     value: Any
     section: str = ""
     snapshot: Any = None
+    written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class Recorder:
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
         self.cells: list[tuple[types.CellType, Any]] = []
+        self.scopes: set[int] = set()
+        self.window = False
         self.stores: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.patched: list[tuple[type, str, Any]] = []
         self.profiling = False
@@ -215,9 +219,13 @@ class Recorder:
 
     def add(self, how: str, table: Any, name: str, value: Any, section: str = "") -> None:
         key = (id(table), section or how, name)
-        if key in self.reads or self.written(how, table, name, value, section):
+        if key in self.reads:
             return
-        read = self.reads[key] = Read(how, table, name, value, section, freeze(value, before=self.before))
+        written = self.written(how, table, name, value, section)
+        if written and not self.window:
+            return
+        before = MappingProxyType({}) if self.window else self.before
+        read = self.reads[key] = Read(how, table, name, value, section, freeze(value, before=before), written)
         self.watched.setdefault(id(table), table)
         if isinstance(value, torch.Tensor):
             self.sources.setdefault(id(value), read)
@@ -333,6 +341,7 @@ class Recorder:
             if type(value) is types.FunctionType and value in STATE:
                 self.add("call", value, name, value())
             table = vars(table) if followable(table) else {}
+        self.scopes.add(id(table))
         if name in table:
             value = table[name]
             if not (isinstance(value, types.ModuleType) and kind(getattr(value, "__file__", None) or "<user>") == "torch"):
@@ -446,7 +455,7 @@ class Recorder:
             if not same_items(holder, before):
                 found.extend(self.describe(holder, before, owner))
                 refill(holder, before)
-        for cell, value in self.cells:
+        for cell, value in {id(cell): (cell, value) for cell, value in reversed(self.cells)}.values():  # as each was met first
             if cell.cell_contents is not value:
                 found.append(Effect("a closure variable", "set"))
                 cell.cell_contents = value

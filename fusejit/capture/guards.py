@@ -145,6 +145,7 @@ class Writer:
         self.captured = captured
         self.scope: dict[str, Any] = {}
         self.names: dict[int, str] = {}
+        self.constants: dict[tuple[type, Any], str] = {}
         self.count = 0
         self.conditions: list[str] = []
         self.guarded: list[tuple[str, Read]] = []
@@ -233,10 +234,10 @@ class Writer:
 
     def constant(self, value: Any) -> str:
         """Pin a value once for all equal ones."""
-        for name, known in self.scope.items():
-            if type(known) is type(value) and known == value:
-                return name
-        return self.pin(value)
+        name = self.constants.get((type(value), value))
+        if name is None:
+            name = self.constants[type(value), value] = self.pin(value)
+        return name
 
 
 def equal(now: Any, then: Any) -> bool:

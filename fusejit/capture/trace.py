@@ -65,6 +65,7 @@ class Captured:
         same: (tensor, i): closed-over tensors that were the same object as argument tensor i.
         effects, recorder: see effects.py. met: what `lifted` was before its tensors became constants.
         inference: entered `torch.inference_mode` somewhere; its ops run under no_grad.
+        regions: the `Regions` of the capture, or None.
     """
 
     graph: torch.fx.GraphModule
@@ -77,6 +78,7 @@ class Captured:
     recorder: Recorder
     name: str
     met: tuple[Tensor, ...] = ()
+    regions: Any = None
 
     def unflatten(self, results: Any) -> Any:
         """Build the function's result from the tensors that the graph returned."""
@@ -146,6 +148,7 @@ class Tracing(TorchFunctionMode):
         self.twins: dict[int, Any] = {}
         self.arguments: dict[int, int] = {}
         self.lifted: list[tuple[Tensor, torch.fx.Node]] = []
+        self.placed: dict[int, torch.fx.Node] = {}  # inputs that only regions have read: without a twin
         self.same: list[tuple[Tensor, int]] = []
         self.mode: Any = None
         self.grad = False
@@ -244,11 +247,16 @@ class Tracing(TorchFunctionMode):
             fake = self.fake_mode.from_tensor(value)
         assert isinstance(fake, FakeTensor)
         tracer = self.mode.tracer
-        proxy = tracer.create_proxy("placeholder", f"lifted_{len(self.lifted)}", (), {})
+        node = self.placed.pop(id(value), None) or self.place(value, tracer)
         with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
-            track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
-        self.lifted.append((value, proxy.node))
+            track_tensor_tree(fake, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
         return fake
+
+    def place(self, value: Tensor, tracer: Any) -> torch.fx.Node:
+        """Give a real tensor an input of the graph."""
+        node = tracer.create_node("placeholder", f"lifted_{len(self.lifted)}", (), {})
+        self.lifted.append((value, node))
+        return node
 
     def note_grad(self) -> None:
         """Write a change of grad mode before the op that it matters to: of autograd outside all transforms, inference mode included."""
@@ -259,7 +267,13 @@ class Tracing(TorchFunctionMode):
 
 
 def capture(
-    fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = (), rewrite: Callable | None = None
+    fn: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    name: str = "",
+    watch: tuple = (),
+    rewrite: Callable | None = None,
+    regions: Callable | None = None,
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` without computing anything.
 
@@ -269,6 +283,7 @@ def capture(
         name: how messages call the function.
         watch: objects whose attribute reads matter besides `fn` (a method's `self`).
         rewrite: makes of `fn`, and of (the `forward` that a module reads, the module), what is run instead; `fn` itself is watched.
+        regions: makes what sees the calls of repeated blocks (see regions.py); None captures every call in place.
 
     Raises:
         Unsupported: something in the body cannot be captured; names the user's line.
@@ -279,10 +294,12 @@ def capture(
     structure = tree.flatten((args, kwargs), leaves)
     check_arguments(structure, leaves)
     with LOCK:
-        return trace_once(fn, structure, leaves, name, watch, rewrite)
+        return trace_once(fn, structure, leaves, name, watch, rewrite, regions)
 
 
-def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, rewrite: Callable | None) -> Captured:
+def trace_once(
+    fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, rewrite: Callable | None, regions: Callable | None
+) -> Captured:
     """Run the body once; whatever happens, put the user's objects back."""
     watcher = LOCAL.recorder = Recorder(rewrite)
     generators = random.getstate(), numpy_state()
@@ -291,7 +308,7 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
     try:
         for item in (fn, *watch, *leaves):
             watcher.watch(item)
-        captured = run_body(fn if rewrite is None else rewrite(fn), structure, leaves, name, watcher)
+        captured = run_body(fn if rewrite is None else rewrite(fn), structure, leaves, name, watcher, regions)
     except BaseException as raised:  # put back in order below, whatever it was
         error = raised
     finally:
@@ -316,7 +333,7 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
     return captured
 
 
-def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher: Recorder) -> Captured:
+def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher: Recorder, regions: Callable | None) -> Captured:
     """The trace itself: fake inputs, make_fx, and the graph put in order."""
     import torch.fx.traceback as fx_traceback
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -325,6 +342,7 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher
     modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
     fake_mode = modes.pop() if modes else FakeTensorMode()
     tracing = Tracing(fake_mode, None)
+    blocks = regions and regions(tracing, watcher)
     result: list[Any] = []
     positions: list[int] = []
     fakes: list[Tensor] = []
@@ -344,7 +362,7 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher
         tracing.follow(mode)
         values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree.unflatten(structure, iter(values))
-        with tracing, watcher:  # inside the trace: fx replaces nn.Module.__getattr__ too
+        with tracing, watcher, blocks or contextlib.nullcontext():  # inside the trace: fx replaces nn.Module.__getattr__ too
             out = fn(*args, **kwargs)
             tracing.note_grad()
             check_unchanged((args, kwargs), structure, values)
@@ -360,10 +378,12 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher
     with capture_state(), fake_mode, outside_levels(fake_mode), fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("stack_trace", None)
         module = make_fx(body, tracing_mode="real", pre_dispatch=True)(*fakes)
+    if blocks:
+        blocks.finish(module)
     order_graph(module, [node for _, node in tracing.lifted])
     lifted = tuple(value for value, _ in tracing.lifted)
     outputs = sort_outputs(result[1])
-    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name)
+    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name, regions=blocks)
 
 
 @contextlib.contextmanager
@@ -387,7 +407,7 @@ def capture_state() -> Iterator[None]:
 
 
 def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> None:
-    """Put lifted inputs behind the arguments, drop grad-mode switches without effect, refuse tensors that lost their origin."""
+    """Put lifted inputs behind the arguments, drop switches of gradients without effect, refuse tensors that lost their origin."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     graph = module.graph
@@ -397,15 +417,22 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
     anchor = next(node for node in graph.nodes if node not in inputs and node not in moved)
     for node in (*inputs, *moved):
         anchor.prepend(node)
-    current, pending = torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), None
+    for node in graph.nodes:
+        value = getattr(module, str(node.target)) if node.op == "get_attr" else None
+        if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+            reason = "a tensor made there cannot be followed through the graph"
+            raise Unsupported(
+                "a step outside torch's tracing", reason, next((line for user in node.users if (line := user_line(user))), "")
+            )
+    drop_switches(graph, torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
+    graph.lint()
+    module.recompile()
+
+
+def drop_switches(graph: torch.fx.Graph, current: bool) -> None:
+    """Drop switches of gradients on and off that change nothing, from a graph that starts in the state `current`."""
+    pending = None
     for node in list(graph.nodes):
-        if node.op == "get_attr":
-            value = getattr(module, str(node.target))
-            if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-                reason = "a tensor made there cannot be followed through the graph"
-                raise Unsupported(
-                    "a step outside torch's tracing", reason, next((line for user in node.users if (line := user_line(user))), "")
-                )
         if node.target is torch._C._set_grad_enabled:
             if pending is not None:
                 graph.erase_node(pending)
@@ -416,8 +443,6 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
             else:
                 current = pending.args[0]
             pending = None
-    graph.lint()
-    module.recompile()
 
 
 OUTPUT_VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), type)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -62,7 +62,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Extern:
-    """A call of a torch op. `outputs` are buffer names (None: unused); `several` says that the op returns a sequence."""
+    """A call of a torch op, or of another Program. `outputs` are buffer names (None: unused); `several`: the op returns a sequence.
+
+    `pins`: results may share memory with operands or each other, so that no kernel may write over either.
+    """
 
     target: str
     args: tuple[Any, ...]
@@ -71,6 +74,7 @@ class Extern:
     several: bool
     line: str
     pins: bool = False
+    program: Any = field(default=None, compare=False)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -288,6 +292,8 @@ class Lowering:
         token: tuple[Value, ...] = ()
         if target is torch.ops.higher_order.with_effects:  # an op with an effect, kept in its place by a token that it takes and returns
             token, target, given, fake = (self.values[given[0]],), given[1], given[2:], tuple(fake)[1 : 1 + len(given[1]._schema.returns)]
+        if target in PROGRAMS:
+            return self.call_program(node, PROGRAMS[target])
         if not isinstance(target, torch._ops.OpOverload):
             raise Unsupported(str(target), "no graph of ATen ops can hold it", line)
         args, kwargs = torch.fx.node.map_arg((given, options), self.ref)
@@ -305,6 +311,37 @@ class Lowering:
         values = tuple(None if b is None else self.whole(b) for b in made)
         return (*token, *values) if several else values[0]
 
+    def call_program(self, node: Node, find: Callable[[Sequence[Any], list[tuple[int, ...]]], tuple[str, Any]]) -> Value:
+        """Call another Program with the operands in the layouts that it was compiled for."""
+        operands = [operand for part in node.args if isinstance(part, (tuple, list)) for operand in part]
+        given = [self.ref(operand) for operand in operands]
+        name, program = find(node.args, [self.buffers[r.buffer].strides if r.shape is None else r.strides for r in given])
+        ready = [
+            ref if wanted is None else self.in_layout(operand, ref, program.buffers[wanted])
+            for operand, ref, wanted in zip(operands, given, program.inputs, strict=True)
+        ]
+        made = [self.taken(v) for v in node.meta["val"]]
+        named = [ref.buffer for ref in refs(program.outputs)]
+        pins = len({*named}) < len(named) or not {*named}.isdisjoint(program.inputs)
+        self.steps.append(Extern(name, (tuple(ready),), (), tuple(b.name for b in made), True, line_of(node), pins, program))
+        self.owned.add(node)
+        return tuple(self.whole(b) for b in made)
+
+    def in_layout(self, node: Node, ref: Ref, wanted: Buffer) -> Ref:
+        """Return an operand with the strides of `wanted`: itself, or a copy."""
+        strides = self.buffers[ref.buffer].strides if ref.shape is None else ref.strides
+        if 0 in wanted.shape or all(a == b or n == 1 for n, a, b in zip(wanted.shape, strides, wanted.strides, strict=True)):
+            return ref
+        made = self.buffer(wanted.shape, wanted.strides, wanted.dtype, wanted.device)
+        if made.strides != wanted.strides:
+            raise Unsupported(
+                short(node.target), f"a region takes it with the strides {wanted.strides}, which no kernel writes", line_of(node)
+            )
+        self.reasons[made.name] = "the layout that a region takes"
+        value = Store(made.name, made.layout, cast(self.expr(node), wanted.dtype), wanted.dtype)
+        self.steps.append(Cluster.build(made.shape, (), [value], self.lines(node)))
+        return Ref(made.name)
+
     def taken(self, fake: torch.Tensor) -> Buffer:
         """Make the buffer that an extern call returns, with whatever strides torch gives it."""
         made = Buffer(f"b{len(self.buffers)}", tuple(fake.shape), fake.stride(), fake.dtype, fake.device)
@@ -317,6 +354,8 @@ def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule]) ->
     return Lowering(inputs, rules).run(module.graph)
 
 
+PROGRAMS: dict[Any, Callable] = {}
+"""{op: (arguments, strides of its tensors) -> (name, Program)}: ops that stand for calls of Programs; filled by autodiff/region.py."""
 CHECKS: dict[str, Callable[[Node], bool]] = {}  # rule name -> whether the rule can take this call; filled by rules.py
 
 

@@ -39,7 +39,7 @@ def checked(function: Callable, session: Session) -> Callable:
 
 
 def capture_rewritten(
-    fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = ()
+    fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = (), regions: Callable | None = None
 ) -> tuple[Captured, list[Outcome]]:
     """See `capture`.
 
@@ -53,7 +53,7 @@ def capture_rewritten(
 
     with recording() as session:
         try:
-            captured = capture(fn, args, kwargs, name, watch, rewrite)
+            captured = capture(fn, args, kwargs, name, watch, rewrite, regions)
         except NameError as error:
             explained = explain_unbound(error, session)
             if explained is None:
