@@ -23,9 +23,9 @@ from . import config
 from .capture import tree
 from .capture.constants import constants
 from .capture.cut import Region
-from .capture.effects import Effect
 from .capture.guards import Guards, memory_pattern
 from .capture.lines import error_lines
+from .capture.reads import Effect
 from .capture.regions import Regions
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .codegen.algebra import algebra

@@ -17,7 +17,7 @@ ORDER = [
     *("codegen/views", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
     *("codegen/fuse", "codegen/schedule"),
     *("codegen/split", "codegen/render", "codegen/plan", "codegen/program", "templates/"),
-    *("capture/", "capture/lines", "capture/names", "capture/mutable", "capture/tree"),
+    *("capture/", "capture/lines", "capture/names", "capture/mutable", "capture/tree", "capture/reads", "capture/arguments"),
     *("rewrites/", "rewrites/source", "rewrites/jumps", "rewrites/liveness", "rewrites/select", "rewrites/flow", "rewrites/outline"),
     *("capture/effects", "capture/generators", "capture/identity", "capture/ordered", "capture/transforms", "capture/trace"),
     *("capture/guards", "capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode", "rewrites/exclude"),

@@ -23,7 +23,6 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -32,12 +31,8 @@ import torch
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
 from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
+from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, freeze, refill, same_items
 
-DEPTH = 4
-"""How deep lists, tuples, dicts and sets are followed and compared."""
-WIDTH = 1000
-"""The most elements of one container that are followed."""
-CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = {
     "_forward_hooks": "a forward hook",
@@ -49,50 +44,6 @@ NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 ONCE = "it would run once, while capturing, and not again; move it outside the jitted function"
 REFUSED_CALLS: dict[Any, Any] = {print: ("print", ONCE + ", or use fusejit.print, which prints on every call"), input: ("input", ONCE)}
 APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
-
-
-@dataclass(slots=True)
-class Read:
-    """One value that the capture read.
-
-    `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell, call (`table()`).
-    `written`: the capture itself had put the value there, which only the calls of one capture can tell apart (see regions.py).
-    """
-
-    how: str
-    table: Any
-    name: str
-    value: Any
-    section: str = ""
-    snapshot: Any = None
-    written: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """A write that the captured function makes each time in eager and that the captured graph does not make."""
-
-    target: str
-    action: str
-    line: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.target} was {self.action}" + (f" at {self.line}" if self.line else "")
-
-
-def freeze(value: Any, depth: int = DEPTH, before: Mapping[int, Any] = MappingProxyType({})) -> Any:
-    """Copy containers to the stated depth, so that a later change shows; everything else is kept as it is.
-
-    `before` gives, by id, the old contents of containers that have been changed since.
-    """
-    if not depth or not isinstance(value, CONTAINERS):
-        return value
-    value = before.get(id(value), value)
-    if isinstance(value, dict):
-        return {key: freeze(item, depth - 1, before) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return frozenset(value)
-    return [freeze(item, depth - 1, before) for item in value]
 
 
 class Recorder:
@@ -476,12 +427,6 @@ class Recorder:
         return [Effect(f"{owner}.{name}", "set" if name in holder else "deleted", lines.get(name, "")) for name in names]
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "<missing>"
-
-
-MISSING = _Missing()
 LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter,
                     torch.dtype, torch.device, torch.Size, range, slice})  # fmt: skip
 
@@ -491,23 +436,6 @@ def refuse_backward(cls: type, given: tuple) -> None:
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
         name = f"{cls.__name__} (a torch.autograd.Function)"
         raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here(), False)
-
-
-def same_items(holder: Any, before: Any) -> bool:
-    """Whether a container holds the very same objects as before."""
-    if len(holder) != len(before):
-        return False
-    if isinstance(holder, dict):
-        return all(dict.get(holder, name, MISSING) is value for name, value in dict.items(before))  # a subclass may have a `get` of its own
-    if isinstance(holder, set):
-        return bool(holder == before)
-    return all(one is other for one, other in zip(holder, before))
-
-
-def refill(holder: Any, before: Any) -> None:
-    """Give a container its old contents back, in place."""
-    holder.clear()
-    (holder.extend if isinstance(holder, (list, deque)) else holder.update)(before)
 
 
 def here() -> str:

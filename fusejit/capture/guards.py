@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .effects import CONTAINERS, Read
+from .reads import CONTAINERS, Read
 from .trace import Captured
 
 Tensor = torch.Tensor

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from . import tree
-from .effects import MISSING, Read
 from .guards import Guards, tensor_key
+from .reads import MISSING, Read
 
 STATE = ("grad mode", "inference mode", "the default dtype", "deterministic algorithms", "global module hooks", "the default device",
          "autocast on the CPU", "autocast on CUDA")  # fmt: skip

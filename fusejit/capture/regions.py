@@ -26,13 +26,15 @@ import torch
 from torch.overrides import _get_current_function_mode
 
 from . import tree
+from .arguments import PLAIN_TYPES
 from .cut import Region, Spec, cut, spec_of
-from .effects import CONTAINERS, DEPTH, HOOKS, Recorder
+from .effects import HOOKS, Recorder
 from .guards import state_key, value_key
 from .lines import frame_entry, user_frame
 from .ordered import OPS as ORDERED
+from .reads import CONTAINERS, DEPTH
 from .relocate import Window, relocate
-from .trace import LOCAL, OUTPUT_VALUES, PLAIN_TYPES, Tracing
+from .trace import LOCAL, OUTPUT_VALUES, Tracing
 
 Tensor = torch.Tensor
 MARK = "_fusejit_lazy_inline"

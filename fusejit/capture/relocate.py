@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from .effects import CONTAINERS, MISSING, Read, Recorder, followable, freeze, same_items
+from .effects import Recorder, followable
 from .guards import VALUES, equal, tensor_key
+from .reads import CONTAINERS, MISSING, Read, freeze, same_items
 
 Tensor = torch.Tensor
 

@@ -31,11 +31,13 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError, Unsupported
 from . import tree
-from .effects import Effect, Recorder
+from .arguments import check_arguments, refuse_tensor
+from .effects import Recorder
 from .generators import numpy_state, restore_generators
 from .identity import check_identities
 from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame, user_line
 from .ordered import OPS as ORDERED
+from .reads import Effect
 from .transforms import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
 
 Tensor = torch.Tensor
@@ -43,12 +45,7 @@ LOCK = threading.RLock()
 """One capture at a time: it replaces attribute methods of classes that all threads share."""
 LOCAL = threading.local()
 
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 WAY_OUT = "keep it outside the jitted function, or compute it with tensor ops"
-
-
-class ArgumentError(CaptureError, TypeError):
-    """An argument whose type a jitted function cannot take."""
 
 
 @dataclass(slots=True)
@@ -210,6 +207,19 @@ class Tracing(TorchFunctionMode):
 
         return get_proxy_mode() is self.mode
 
+    def take(self, leaves: list[Any]) -> list[int]:
+        """Give each argument tensor a fake twin; returns where among the leaves they are."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        positions: list[int] = []
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.twins:
+                with torch.inference_mode(False):
+                    self.twins[id(leaf)] = leaf if isinstance(leaf, FakeTensor) else self.fake_mode.from_tensor(leaf)
+                self.arguments[id(leaf)] = len(positions)
+                positions.append(number)
+        return positions
+
     def replace(self, value: Any) -> Any:
         """Replace real tensors in (nested lists of) arguments by their fake twins."""
         kind = type(value)
@@ -343,17 +353,9 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher
     fake_mode = modes.pop() if modes else FakeTensorMode()
     tracing = Tracing(fake_mode, None)
     blocks = regions and regions(tracing, watcher)
+    positions = tracing.take(leaves)
+    fakes = [tracing.twins[id(leaves[position])] for position in positions]
     result: list[Any] = []
-    positions: list[int] = []
-    fakes: list[Tensor] = []
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and id(leaf) not in tracing.twins:
-            with torch.inference_mode(False):
-                fake = leaf if isinstance(leaf, FakeTensor) else fake_mode.from_tensor(leaf)
-            tracing.arguments[id(leaf)] = len(fakes)
-            tracing.twins[id(leaf)] = fake
-            positions.append(number)
-            fakes.append(fake)
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         stand_in = dict(zip(tracing.arguments, inputs))
@@ -472,42 +474,6 @@ def check_unchanged(now: Any, structure: Any, values: list[Any]) -> None:
     same = tree.flatten(now, leaves) == plain and len(leaves) == len(values)
     if not same or any(one is not other for one, other in zip(leaves, values)):
         raise Unsupported("changing a list, dict or dataclass that is an argument", "the caller would not see it; return the new one")
-
-
-# Arguments.
-
-
-def refuse_tensor(value: Tensor, what: str) -> None:
-    """Raise for a tensor that is no plain strided one."""
-    if type(value) not in PLAIN_TYPES and not isinstance(value, torch.nn.Parameter):
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        if not isinstance(value, FakeTensor):
-            raise Unsupported(f"{what} of type {type(value).__name__}", "tensor subclasses run eagerly", in_python=False)
-    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
-        raise Unsupported(f"{what} with layout {value.layout}", "only strided tensors are captured", in_python=False)
-
-
-def check_arguments(structure: Any, leaves: list[Any]) -> None:
-    """Refuse arguments that no capture can take, by name."""
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            refuse_tensor(leaf, f"argument {argument_name(structure, number)}")
-        elif type(leaf).__module__ == "numpy" and type(leaf).__name__ == "ndarray":
-            name = argument_name(structure, number)
-            raise ArgumentError(f"argument {name} is a numpy array: pass torch.from_numpy({name}) instead")
-        elif hasattr(type(leaf), "__next__"):
-            reason = "it can be read only once; pass a list or a tuple"
-            raise ArgumentError(f"argument {argument_name(structure, number)} is an iterator ({type(leaf).__name__}): {reason}")
-
-
-def argument_name(structure: Any, number: int) -> str:
-    """Name a leaf of (args, kwargs): ``args[0]`` or ``mask``."""
-    path = tree.paths(structure)[number]
-    if path.startswith("[0]"):
-        return "args" + path[3:]
-    keyword, _, rest = path[3:].partition("]")
-    return keyword.strip("['\"") + rest
 
 
 # Errors.

@@ -12,7 +12,7 @@ import types
 from typing import Any
 
 from ..capture import trace
-from ..capture.effects import CONTAINERS, DEPTH, WIDTH, refill, same_items
+from ..capture.reads import CONTAINERS, DEPTH, WIDTH, refill, same_items
 from ..errors import Unsupported
 from .select import Site
 
