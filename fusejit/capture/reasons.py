@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,15 +55,20 @@ def differences(
     if not known:
         return [Difference(FIRST)]
     best: list[Difference] | None = None
+    alike: list[str] = []
+    nearest: tuple[float, int] = (math.inf, 0)
     least: tuple[bool, int] = (True, len(key[2]) + len(STATE) + 1)
     for other, guards in reversed(known):
         found = between(other, key, name)
         if not found and guards is not None:
-            found = [Difference(text) for text in changed(guards, leaves)]
-            if found:
-                return found  # the same kind of call: what it reads has changed
+            read = changed(guards, leaves)
+            distance = (len(read), -guards.count)  # of two with one change each, the one that reads more of what is the same
+            if read and distance < nearest:
+                alike, nearest = read, distance
         if found and (weight := (other[0] != key[0], len(found))) < least:
             best, least = found, weight
+    if alike:  # the same kind of call: what it reads has changed; the first only, for what follows may depend on it
+        return [Difference(alike[0])]
     return best or [Difference("something that the function reads changed")]
 
 
@@ -112,24 +118,26 @@ def shown(value: Any) -> str:
 
 
 def changed(guards: Guards, leaves: list[Any]) -> list[str]:
-    """Say which read values are no longer what they were; the first only, for what follows may depend on it."""
+    """Say which read values are no longer what they were, in the order in which they were read."""
+    found: list[str] = []
     writer = guards.writer
     owners = {id(holder): owner for holder, _, owner in writer.captured.recorder.snapshots}
     scope = {**writer.scope, "leaves": leaves}
     for text, read in writer.guarded:
         if not holds(text, scope):
-            return [f"{title(read, owners)} changed{values(read, evaluate(writer.expression(read), scope))}"]
+            found.append(f"{title(read, owners)} changed{values(read, evaluate(writer.expression(read), scope))}")
     for number, value in enumerate(writer.captured.lifted):
         source = writer.captured.recorder.sources.get(id(value))
         if source is None:
             continue
         now = evaluate(writer.expression(source), scope)
         if not isinstance(now, torch.Tensor):
-            return [f"{title(source, owners)} changed{values(source, now)}"]
+            found.append(f"{title(source, owners)} changed{values(source, now)}")
+            continue
         for what, old, new in zip(TENSOR, writer.keys[number], tensor_key(now)):
             if old != new:
-                return [f"{what} of {title(source, owners)} changed from {shown(old)} to {shown(new)}"]
-    return []
+                found.append(f"{what} of {title(source, owners)} changed from {shown(old)} to {shown(new)}")
+    return found
 
 
 def holds(text: str, scope: dict[str, Any]) -> bool:
