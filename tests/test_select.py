@@ -26,56 +26,30 @@ def if_net(x, y):
     out = 0
     for _ in range(100):
         if x < y:
-            x = x + y
-            out = x
-        else:
-            x = x - y
-        out = out - x
-    return out
-
-
-def counted(x, y):
-    out = x
-    for _ in range(100):
-        if x < y:
             x = x - y
         else:
             x = x + y
-        x = x + y
-        out = out - x
+        out = out + x
     return out
 
 
-def by_select(x, y):
+def select_net(x, y):
     out = x
     for _ in range(100):
-        x = fusejit.select(x < y, x - y, x + y)
-        x = x + y
-        out = out - x
+        cond = x < y
+        x = fusejit.select(cond, x - y, x + y)
+        out = out + x
     return out
 
 
 def test_case_42(backend):
-    x, y = torch.tensor([0.0]), torch.tensor([1.0])
-    results = [jit(fn, backend=backend, fullgraph=True)(x, y) for fn in (counted, by_select)]
-    assert_close(results[0], counted(x, y))
-    assert_close(results[1], counted(x, y))
-
-    def seed(x, y):
-        out = 0
-        for _ in range(100):
-            if x < y:
-                x = x + y
-            else:
-                x = x + y
-            out = out - x
-        return out
-
-    jitted = jit(seed, backend=backend, fullgraph=True)
-    assert jitted(x, y).item() == seed(x, y).item() == -5050
-    found = jitted.specialisation(x, y)
-    assert {outcome.became for outcome in found.control} == {"select"}
-    assert not any("branch" in node.name for node in found.record["capture"].graph.nodes)
+    x, y = torch.tensor([0]), torch.tensor([1])
+    for fn in (if_net, select_net):
+        jitted = jit(fn, backend=backend, fullgraph=True)
+        assert jitted(x, y).item() == fn(x, y).item() == -5050
+        found = jitted.specialisation(x, y)
+        assert {outcome.became for outcome in found.control} == ({"select"} if fn is if_net else set())
+        assert not any("branch" in node.name for node in found.record["capture"].graph.nodes)
 
 
 def test_case_43():
@@ -88,9 +62,11 @@ def test_case_43():
 
 
 def test_case_44():
-    cond, a = torch.tensor([[True, False], [False, True]]), torch.tensor([[2, 3], [3, 1]])
-    assert torch.vmap(fusejit.select, in_dims=(0, 0, None))(cond, a, 5).tolist() == [[2, 5], [5, 1]]
-    assert torch.vmap(fusejit.select, in_dims=(0, 0, None))(~cond | cond.T, torch.tensor([[2, 3], [3, 1]]), torch.tensor(5)).shape == (2, 2)
+    cond, a = torch.tensor([[True, False], [True, True]]), torch.tensor([[2, 3], [3, 1]])
+    mapped = torch.vmap(fusejit.select, in_dims=(0, 0, None))
+    for b in (5, torch.tensor(5)):
+        assert mapped(cond, a, b).tolist() == [[2, 5], [3, 1]]
+        assert jit(lambda cond, a, b: mapped(cond, a, b), fullgraph=True)(cond, a, b).tolist() == [[2, 5], [3, 1]]
 
 
 # Gradients that must not leak.
@@ -177,6 +153,20 @@ def test_under_transforms(fn):
     curved = torch.vmap(torch.func.grad(lambda x: grad(x).sum()))(rows)
     assert_close(curved, torch.stack([derivatives(fn, values)[2] for values in LEAKS[fn]]))
     assert_close(jit(lambda x: torch.vmap(twin)(x), fullgraph=True)(rows), torch.stack([fn(row) for row in rows]))
+
+
+def scaled_by_sign(x):
+    return x * 3 if x.sum() > 0 else x
+
+
+def mapped(rows):
+    return torch.vmap(roots)(rows) * 2 + torch.func.vmap(scaled_by_sign)(rows)
+
+
+def test_vmap_written_inside(backend):
+    rows = torch.tensor(LEAKS[roots])
+    wanted = torch.stack([roots(row) * 2 for row in rows]) + torch.stack([scaled_by_sign(row) for row in rows])
+    assert_close(jit(mapped, backend=backend, fullgraph=True)(rows), wanted)
 
 
 # Functions as people write them.
@@ -284,6 +274,17 @@ def test_a_branch_where_arms_are_heavy(backend):
     assert "control flow" in report and "test_select.py" in report and "is no cheap op" in report
 
 
+def adds(x, y):
+    c = x * 2
+    if x.sum() > 0:
+        return torch.ones(2, 2) @ c
+    return (c + y) * 3
+
+
+def test_gradients_of_a_branch_have_their_own_memory(backend):
+    check_both(adds, [(a, [0.5, 0.25]) for (a,) in TWO], backend)
+
+
 def looped(x):
     n = 0
     while x.abs().sum() < 20:
@@ -333,6 +334,54 @@ def test_in_place(backend):
             out.mul_(2)
         return out + kept
 
+    check_both(fn, [(a, [0.5, 0.25]) for (a,) in TWO], backend)
+
+
+def rebound_or_changed(x, y):
+    a, b, c = x * 1, y * 1, x * 2
+    if a.sum() > 0:
+        c = c + b
+    else:
+        c += a
+    return a + c
+
+
+def rebound_or_changed_in_a_branch(x, y):
+    c, kept = x * 2, y * 1
+    if x.sum() > 0:
+        c = torch.ones(2, 2) @ c
+        kept += 1
+    else:
+        c += y
+    return c * kept
+
+
+def returned_or_changed(x, y):
+    c = x * 2
+    kept = c
+    if x.sum() > 0:
+        return torch.ones(2, 2) @ c
+    else:
+        c += y
+    c += 1
+    return c + kept
+
+
+def changed_in_a_loop(x, y):
+    c, n = x * 2, 0
+    while n < 3 and x.sum() < 8:
+        n += 1
+        if x[0] > 0:
+            c += x
+        x = x + c * 0.5 + 1
+    return c * n
+
+
+CHANGED = (rebound_or_changed, rebound_or_changed_in_a_branch, returned_or_changed, changed_in_a_loop)
+
+
+@pytest.mark.parametrize("fn", CHANGED, ids=lambda fn: fn.__name__)
+def test_one_arm_changes_what_the_other_binds(fn, backend):
     check_both(fn, [(a, [0.5, 0.25]) for (a,) in TWO], backend)
 
 
@@ -412,7 +461,82 @@ def aliased(x):
     return y + z
 
 
+def aliased_in_a_tuple(x):
+    z = x * 2
+    pair = (x * 3, z)
+    if x.sum() > 0:
+        pair = (z, z)
+    z += 1
+    return pair[0] + z
+
+
+def aliased_twice(x):
+    z, y = x * 2, x * 3
+    if x.sum() > 0:
+        if x[0] > 0:
+            y = z
+        x = x + 1
+    y += 1
+    return x + y + z
+
+
+def viewed(x):
+    y = x * 2
+    view = y[:1]
+    if x.sum() > 0:
+        y += 1
+        x = x + view
+    return x + y
+
+
+def read_in_the_arm(x):
+    z = x * 2
+    y = z
+    if x.sum() > 0:
+        y = x * 3
+    if x[0] > 0:
+        y += 1
+        x = x + z
+    return x + y
+
+
+def changed_in_a_branch(x):
+    z, y = x * 2, x * 3
+    if x.sum() > 0:
+        x = torch.ones(2, 2) @ x
+        if x[0] > 0:
+            y = z
+        y += 1
+    return x + y + z
+
+
+def no_round(x):
+    z = x * 2
+    y = z
+    while y.sum() < 1:
+        y = y + 1
+    y += 1
+    return y + z
+
+
+def two_names(x):
+    z = x * 2
+    y = z
+    while y.sum() < 5:
+        y += 1
+        x = x + z
+    return x + y
+
+
+def changing_test(x):
+    y = x * 2
+    while y.add_(1).sum() < 9:
+        x = x + 1
+    return x + y
+
+
 STATE: dict[str, int] = {}
+CHOSEN = "an in-place change of a variable"
 REFUSED = {
     only_one: ("`y` is bound in only one", "if x.sum() > 0:"),
     shapes: ("`y` has shape", "if x.sum() > 0:"),
@@ -420,7 +544,15 @@ REFUSED = {
     appends: ("changing a list (`found`)", "if x.sum() > 0:"),
     raises: ("ValueError: positive", "if x.sum() > 0:"),
     elements: ("`.any()` or `.all()`", "if x > 0:"),
-    aliased: ("an in-place change of a variable", "if x.sum() > 0:"),
+    aliased: (CHOSEN, "if x.sum() > 0:"),
+    aliased_in_a_tuple: (CHOSEN, "if x.sum() > 0:"),
+    aliased_twice: (CHOSEN, "if x.sum() > 0:"),
+    viewed: ("an in-place change of a view", "if x.sum() > 0:"),
+    read_in_the_arm: (CHOSEN, "if x[0] > 0:"),
+    changed_in_a_branch: (CHOSEN, "if x[0] > 0:"),
+    no_round: (CHOSEN, "while y.sum() < 1:"),
+    two_names: ("a tensor in place that has several names", "while y.sum() < 5:"),
+    changing_test: ("its test changes a tensor in place", "while y.add_(1).sum() < 9:"),
     writes: ("changing a dict", "if x.sum() > 0:"),
 }
 

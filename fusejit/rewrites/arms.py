@@ -131,6 +131,8 @@ class Arm(TorchFunctionMode):
     def twin(self, value: Tensor) -> Tensor:
         found = self.twins.get(id(value))
         if found is None:
+            if any(memory_of(value) == memory_of(original) for original, _ in self.changed):
+                self.refuse_change(value)
             self.entered.append(value)  # keeps its id its own
             found = value
             if self.guard and differentiable(value):
@@ -178,6 +180,17 @@ class Arm(TorchFunctionMode):
         return self.between(value, torch.full((), other, dtype=value.dtype, device=value.device)) if whole else value
 
     # Changes in place.
+
+    def copies(self) -> dict[int, Tensor]:
+        """What each tensor that the arm changed in place holds behind it, by the identity of that tensor."""
+        return {id(original): copy for original, copy in self.changed}
+
+    def origins(self, value: Tensor) -> tuple[Tensor, ...]:
+        """The tensors from outside whose memory a tensor has that the arm holds at its end; none if the arm made it."""
+        if id(value) in self.twins or id(value) not in self.known:
+            return (value,)
+        memory = memory_of(value)
+        return tuple(other for other in self.entered if memory_of(self.twins[id(other)]) == memory)
 
     def prepare_change(self, target: Any) -> None:
         """Before an in-place op: a tensor from outside is copied, memory that only seems to be the arm's own is refused."""

@@ -18,7 +18,8 @@ import torch
 from ..capture import trace, tree
 from ..capture.lines import frame_entry, user_frame
 from ..errors import Unsupported
-from .arms import run_arm
+from .aliases import Shared, check_aliases, leaves_of, origins_in, relatives
+from .arms import Arm, memory_of, run_arm
 from .jumps import VALUE, is_flag
 from .merge import MISSING, NUMBERS, Mismatch, merge, shown
 from .numbers import is_number, mark_number
@@ -32,9 +33,10 @@ LOOP_WAY_OUT = "keep each variable's type, dtype and shape the same in every rou
 class Weaver:
     """Writes into the graph that this thread captures."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: Sequence[Shared] = ()) -> None:
         from torch.fx.experimental.proxy_tensor import get_proxy_mode  # torch.fx: there when something is captured
 
+        self.shared = shared
         mode: Any = get_proxy_mode()
         self.tracer: Any = None if mode is None else mode.tracer
 
@@ -62,7 +64,20 @@ class Weaver:
     def erase(self, nodes: Sequence[torch.fx.Node]) -> None:
         erase(self.graph, nodes)
 
+    def preserve(self, value: Tensor, mark: torch.fx.Node) -> None:
+        """Let what reads a tensor since `mark` read a copy: it is about to change in place, and gradients may need what was read."""
+        node, later = self.node(value), self.since(mark)
+        readers = [user for user in later if node in user.all_input_nodes]
+        if not readers:
+            return
+        with self.graph.inserting_after(node if node in later else mark):
+            copy = self.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = dict(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+
     def cut(self, nodes: Sequence[torch.fx.Node], inputs: Sequence[torch.fx.Node], outputs: Sequence[torch.fx.Node]) -> Any:
+        check_aliases(self.graph, self.shared, set(nodes))
         recorder = trace.recorder()
         recorder.silent += 1  # the modules that are made here are no modules of the user's
         try:
@@ -97,9 +112,12 @@ def zeros(value: Tensor) -> Tensor:
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    leaves: list[Any] = []
-    tree.flatten(values, leaves)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
+
+
+def is_scalar(value: Tensor) -> bool:
+    """Whether a tensor stands for a Python number."""
+    return value.dim() == 0 and is_number(value)
 
 
 def untracked(value: Tensor, requires_grad: bool) -> Tensor:
@@ -109,8 +127,10 @@ def untracked(value: Tensor, requires_grad: bool) -> Tensor:
     with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.no_grad():
         made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     wanted = requires_grad and torch.is_grad_enabled() and made.is_floating_point()
-    with torch._C.DisableTorchFunction():
-        return made.requires_grad_() if wanted else made
+    if wanted:
+        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+            made = made.requires_grad_().clone()  # no leaf, so that it may be changed in place
+    return made
 
 
 # Branches.
@@ -152,7 +172,7 @@ def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
         values.append(found)
         arms.append(arm)
     pick = Pairs()
-    merged, changed, pairs = choice.merged(values, pick), choice.changed(arms, pick), pick.pairs
+    merged, changed, pairs = choice.merged(values, arms, pick), choice.changed(arms, pick), pick.pairs
     sides = [[weaver.node(pair[number]) for pair in pairs] for number in (0, 1)]
     operands = list(outside(traced[0], sides[0]) | outside(traced[1], sides[1]))
     inner = set(traced[0]) | set(traced[1])
@@ -165,6 +185,7 @@ def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
         piece = branch_piece(graphs[0], graphs[1], tuple(like(made) for _, _, made in pairs), choice.site.line)
         weaver.emit(piece, [predicate, *operands], [made for _, _, made in pairs])
     for original, new in changed:
+        weaver.preserve(original, mark)
         original.copy_(new)
     return merged
 
@@ -175,10 +196,12 @@ def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
 class Loop:
     """A `while` on a tensor: what goes round in it, found by tracing its body until the carried tensors no longer change their kind."""
 
-    def __init__(self, test: Callable, body: Callable, site: Any, cells: dict[str, Any], content: Callable, put: Callable) -> None:
+    def __init__(
+        self, test: Callable, body: Callable, site: Any, cells: dict[str, Any], content: Callable, put: Callable, weaver: Weaver
+    ) -> None:
         self.test, self.body, self.site, self.cells = test, body, site, cells
         self.content, self.put = content, put
-        self.weaver = Weaver()
+        self.weaver = weaver
         kept = [name for name in cells if name in site.live or name == VALUE or is_flag(name)]
         self.names = [name for name in kept if content(cells[name]) is not MISSING or name == VALUE]
         self.local = [name for name in cells if name not in self.names]
@@ -192,15 +215,15 @@ class Loop:
         for name, value in zip(self.names, values):
             self.put(self.cells[name], value)
 
-    def round(self, heads: Any) -> list[tuple[Tensor, Tensor]]:
-        """Trace one round; a carried tensor that it changes in place is copied first, and (tensor, copy) returned."""
+    def round(self, heads: Any) -> Arm:
+        """Trace one round; a carried tensor that it changes in place is copied first."""
         self.test()
         _, arm = run_arm(self.body, None, taken=True, guard=False)
         carried = {id(value) for value in tensors_of(heads)}
         if any(id(original) not in carried for original, _ in arm.changed):
             reason = f"its body changes a tensor in place that is no variable of the loop; {LOOP_WAY_OUT}"
             raise Unsupported("`while` on a tensor", reason, self.site.line)
-        return arm.changed
+        return arm
 
     def refuse(self, name: str, reason: str) -> Unsupported:
         return Unsupported("`while` on a tensor", f"`{name}` {reason}; {LOOP_WAY_OUT}", self.site.line)
@@ -211,7 +234,7 @@ class Loop:
             mark, before = self.weaver.mark(), self.values()
             self.round(before)
             after = self.values()
-            self.numbers = {id(value) for value in tensors_of(after) if value.dim() == 0 and is_number(value)}
+            self.numbers = {id(value) for value in tensors_of(after) if is_scalar(value)}
             self.weaver.erase(self.weaver.since(mark))
             settled = [self.promote(name, one, other) for name, one, other in zip(self.names, before, after)]
             self.set(settled)
@@ -260,7 +283,8 @@ class Loop:
         except Mismatch as error:
             raise self.refuse(name, str(error)) from None
 
-    def run(self) -> None:
+    def run(self) -> list[tuple[Tensor, Any]]:
+        """Emit the loop and set the variables; return the tensors behind it that stand for others, each with those."""
         structures, leaves = self.settle()
         weaver = self.weaver
         places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -269,7 +293,7 @@ class Loop:
         inside, started = list(leaves), list(leaves)
         for number in places:
             inside[number] = leaves[number].clone()
-            if hasattr(leaves[number], "fusejit_number"):
+            if is_scalar(leaves[number]):
                 mark_number(inside[number])
         heads = [weaver.node(inside[number]) for number in places]
         rest = iter(inside)
@@ -277,11 +301,14 @@ class Loop:
         first = weaver.mark()
         tested = weaver.node(self.test().reshape(()))
         tests = weaver.since(first)
+        if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in tests):
+            raise Unsupported("`while` on a tensor", f"its test changes a tensor in place; {LOOP_WAY_OUT}", self.site.line)
         second = weaver.mark()
-        changed = self.round(inside)
-        after: list[Any] = []
-        for value in self.values():
-            tree.flatten(value, after)
+        arm = self.round(inside)
+        last = [leaf for value in self.values() for leaf in leaves_of(value)]
+        changed = arm.copies()
+        after = [changed.get(id(leaf), leaf) for leaf in last]
+        self.refuse_aliases(arm, {id(inside[number]): number for number in places}, started, after)
         ends = [weaver.node(self.as_tensor(after[number], leaves[number])) for number in places]
         bodies = weaver.since(second)
         own = {*heads, *tests}
@@ -294,13 +321,35 @@ class Loop:
         weaver.erase(weaver.since(mark))
         weaver.emit(loop_piece(test_graph, body_graph, results, self.site.line), [*starts, *operands], outs)
         for number, out in zip(places, outs):
-            if hasattr(leaves[number], "fusejit_number"):
+            if id(inside[number]) in changed:
+                weaver.preserve(started[number], mark)
+            if is_scalar(leaves[number]):
                 mark_number(out)
-            leaves[number] = out
-            if any(original is inside[number] for original, _ in changed):
-                leaves[number] = started[number].copy_(out)
+            leaves[number] = started[number].copy_(out) if id(inside[number]) in changed else out
         rest = iter(leaves)
         self.set([tree.unflatten(structure, rest) for structure in structures])
+        return self.stand_ins(arm, {id(inside[number]): started[number] for number in places}, started, leaves, last)
+
+    def stand_ins(self, arm: Arm, heads: dict[int, Tensor], started: list[Any], leaves: list[Any], last: list[Any]) -> list:
+        """What is behind the loop stands for what was before it (no round may run) and for what the last round left."""
+        origins = origins_in(arm, self.weaver.shared)
+        found = []
+        for start, leaf, value in zip(started, leaves, last):
+            if isinstance(leaf, Tensor) and leaf is not start:
+                found.append((leaf, (start, *(heads.get(id(other), other) for one in tensors_of(value) for other in origins(one)))))
+        return found
+
+    def refuse_aliases(self, arm: Arm, places: dict[int, int], started: list[Any], after: list[Any]) -> None:
+        """Raise where a carried tensor that a round changes in place is also met under another name."""
+        for original, copy in arm.changed:
+            number = places[id(original)]
+            others = [*arm.entered, *(value for place, value in enumerate(started) if place != number)]
+            known = relatives(started[number], self.weaver.shared)
+            before = [value for value in others if isinstance(value, Tensor) and memory_of(value) in known]
+            later = [value for value in after if isinstance(value, Tensor) and memory_of(value) == memory_of(copy)]
+            if before or len(later) != 1 or after[number] is not copy:
+                reason = f"its body changes a tensor in place that has several names; {LOOP_WAY_OUT}"
+                raise Unsupported("`while` on a tensor", reason, self.site.line)
 
     def as_tensor(self, value: Any, start: Tensor) -> Tensor:
         return value if isinstance(value, Tensor) else torch.full(start.shape, value, dtype=start.dtype, device=start.device)

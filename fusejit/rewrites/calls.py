@@ -120,8 +120,13 @@ def reason_for(function: Any) -> str:
     return REASONS.get((code, code.co_filename), "") if code is not None else ""
 
 
-INSTEAD: dict[Callable, Callable] = {}
-"""Functions of torch that cannot be traced, by what a rewritten function calls in their place; filled by by_hand.py."""
+def vmap(function: Callable, *args: Any, **kwargs: Any) -> Callable:
+    """`torch.vmap` of the rewritten function."""
+    return torch.vmap(callee(function), *args, **kwargs)
+
+
+INSTEAD: dict[Callable, Callable] = {torch.vmap: vmap, torch.func.vmap: vmap}
+"""Functions of torch, by what a rewritten function calls in their place; those that cannot be traced are added by by_hand.py."""
 RUNTIME: dict[str, Callable] = {
     IF: control.if_,
     IFEXP: control.ifexp,

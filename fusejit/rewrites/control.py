@@ -26,6 +26,7 @@ import torch
 
 from ..capture.lines import raised_by_user
 from ..errors import Unsupported
+from .aliases import Shared, origins_in, refuse_other_names, stand_ins
 from .arms import Arm, NoSelect, guarded, run_arm
 from .branches import Loop, Weaver, branch
 from .jumps import RETURNED, VALUE, is_flag
@@ -60,12 +61,12 @@ class Session:
 
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
-    shared: list[tuple[Tensor, tuple[Tensor, ...], str]] = field(default_factory=list)
+    shared: list[Shared] = field(default_factory=list)
 
-    def share(self, made: Any, site: Site, values: tuple[Tensor, ...]) -> None:
-        """Note a tensor that stands for one of others, so that changing it in place would have to change that one."""
-        if isinstance(made, Tensor) and hasattr(made, "fake_mode"):
-            self.shared.append((made, values, site.line))
+    def share(self, made: Any, site: Site, values: tuple[Tensor, ...], weaver: Weaver) -> None:
+        """Note a tensor that from here on stands for one of others: changing one of them in place would have to change the other."""
+        if hasattr(made, "fake_mode"):
+            self.shared.append(Shared(made, values, site.line, weaver.mark()))
 
     def note(self, site: Site, became: str, reason: str) -> None:
         self.outcomes[site.line, site.kind] = Outcome(site.line, site.kind, became, reason)  # the last word: arms may be tried twice
@@ -151,6 +152,23 @@ def put(cell: types.CellType, value: Any) -> None:
         del cell.cell_contents
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What a variable holds at the end of an arm: a tensor that the arm changed in place is, there, the changed copy."""
+
+    pick: Any
+    copies: list[dict[int, Tensor]]
+    entering: list[Tensor]
+
+    def held(self, value: Any, place: int) -> Any:
+        return self.copies[place].get(id(value), value)
+
+    def alone(self, value: Any, place: int) -> Any:
+        """A value that only one arm has; a tensor from outside stays itself, and is written back to like any other."""
+        outer = id(value) in self.copies[place] or any(value is tensor for tensor in self.entering)
+        return value if outer else self.pick.alone(value, place)
+
+
 class Choice:
     """One `if` on a tensor: both arms run, then one value a variable."""
 
@@ -160,11 +178,12 @@ class Choice:
         self.cells = {name: seen[name] for name in site.written if name in seen}
         self.before = {name: content(cell) for name, cell in self.cells.items()}
         self.around = Surroundings(seen)
+        self.shared: list[tuple[Tensor, Any]] = []
         self.entering = [value for value in map(content, seen.values()) if isinstance(value, Tensor)]
 
     def run(self) -> dict[str, Any]:
         """Return the variables behind the `if`, which they are set to."""
-        weaver = None if transformed() else Weaver()
+        weaver = None if transformed() else Weaver(session().shared)
         mark: Any = None if weaver is None else weaver.mark()
         found: list[Any] = []
         try:
@@ -184,11 +203,16 @@ class Choice:
             because = f"both arms: {ops} ops, {moved} B" + ("; under torch.func always" if transformed() else "")
             session().note(self.site, "select", because)
             pick = Where(self.pred)
-            merged, changed = self.merged([values for values, _ in found], pick), self.changed(arms, pick)
+            merged, changed = self.merged([values for values, _ in found], arms, pick), self.changed(arms, pick)
             for original, new in changed:
+                if weaver is not None:
+                    weaver.preserve(original, mark)
                 original.copy_(new)
         for name, value in merged.items():
             put(self.cells[name], value)
+        if weaver is not None:
+            for made, others in self.shared:
+                session().share(made, self.site, others, weaver)
         return merged
 
     def trial(self, place: int, guard: bool) -> tuple[dict[str, Any], Arm]:
@@ -215,38 +239,39 @@ class Choice:
 
     def changed(self, arms: list[Arm], pick: Any) -> list[tuple[Tensor, Tensor]]:
         """Tensors that an arm changed in place, each with what it holds behind the `if`."""
-        copies = [{id(original): copy for original, copy in arm.changed} for arm in arms]
+        for arm in arms:
+            refuse_other_names(arm, session().shared, self.site.line)
+        copies = [arm.copies() for arm in arms]
         originals = {id(original): original for arm in arms for original, _ in arm.changed}
         return [(value, pick(copies[0].get(place, value), copies[1].get(place, value))) for place, value in originals.items()]
 
-    def merged(self, values: list[dict[str, Any]], pick: Any) -> dict[str, Any]:
+    def merged(self, values: list[dict[str, Any]], arms: list[Arm], pick: Any) -> dict[str, Any]:
         """One value for each variable; what cannot be one value becomes unbound, and reading it says why."""
         jumped = [any(is_flag(name) and value is True for name, value in found.items()) for found in values]
+        copies = [arm.copies() for arm in arms]
         found = {}
         for name in self.cells:
             one, other = values[0][name], values[1][name]
             if not (is_flag(name) or name == VALUE or name in self.site.live) and one is not other:
                 found[name] = MISSING  # not read again; if it were, Python would say so rather than take a wrong value
                 continue
-            found[name] = self.merge_variable(name, one, other, jumped, values, pick)
+            made = found[name] = self.merge_variable(name, one, other, jumped, values, Side(pick, copies, self.entering))
+            if name != VALUE:  # behind a `return` nothing is changed any more
+                self.shared += stand_ins(made, (one, other), [origins_in(arm, session().shared) for arm in arms])
         return found
 
-    def merge_variable(self, name: str, one: Any, other: Any, jumped: list[bool], values: list[dict[str, Any]], pick: Any) -> Any:
+    def merge_variable(self, name: str, one: Any, other: Any, jumped: list[bool], values: list[dict[str, Any]], side: Side) -> Any:
         returned = [found.get(RETURNED) is True for found in values]
         if name != VALUE and not is_flag(name) and any(returned) and not all(returned):
             kept = other if returned[0] else one  # after `return` no variable matters
-            return MISSING if kept is MISSING else pick.alone(kept, int(returned[0]))
+            return MISSING if kept is MISSING else side.alone(kept, int(returned[0]))
         if (one is MISSING) != (other is MISSING):
             if any(jumped) and not all(jumped) or name == VALUE:
-                return pick.alone(other, 1) if one is MISSING else pick.alone(one, 0)  # the flag hides the missing one
+                return side.alone(other, 1) if one is MISSING else side.alone(one, 0)  # the flag hides the missing one
             session().drop(name, self.site, "is bound in only one")
             return MISSING
         try:
-            made = merge(one, other, pick)
-            old = tuple(value for value in (one, other) if value is not made and any(value is tensor for tensor in self.entering))
-            if old:
-                session().share(made, self.site, old)
-            return made
+            return one if one is other else merge(side.held(one, 0), side.held(other, 1), side.pick)
         except Mismatch as error:
             if name == VALUE:
                 raise Unsupported("a result that depends on a tensor", f"it {error}; {SELECT_WAY_OUT}", self.site.line) from None
@@ -413,7 +438,9 @@ def run_loop(test: Any, body: Any, site: Site) -> None:
     cells = {name: seen[name] for name in site.written if name in seen}
     around = Surroundings({name: cell for name, cell in seen.items() if name not in cells})
     session().note(site, "a loop of the graph", "its test is a tensor; each variable keeps its dtype and shape")
-    Loop(test, body, site, cells, content, put).run()
+    weaver = Weaver(session().shared)
+    for made, others in Loop(test, body, site, cells, content, put, weaver).run():
+        session().share(made, site, others, weaver)
     around.check(site)
 
 

@@ -115,13 +115,20 @@ def run_backward(tangents: list[Tensor], inputs: list[Tensor], wanted: list[bool
     found: Sequence[Tensor | None] = [None] * len(sources)
     if pairs:
         found = torch.autograd.grad([result for result, _ in pairs], sources, [tangent for _, tangent in pairs], allow_unused=True)
-    return [torch.zeros_like(leaf).contiguous() if grad is None else fresh(grad, tangents) for leaf, grad in zip(sources, found)]
+    return own_memory([torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(sources, found)], tangents)
 
 
-def fresh(grad: Tensor, tangents: Sequence[Tensor]) -> Tensor:
-    """A gradient in contiguous memory that is not a tangent's."""
-    made = grad.contiguous()
-    return made.clone() if any(made.untyped_storage()._cdata == other.untyped_storage()._cdata for other in tangents) else made
+def own_memory(grads: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients in contiguous memory that is neither a tangent's nor another gradient's: of `a + b`, torch gives both the same tensor."""
+    taken = {value.untyped_storage()._cdata for value in tangents}
+    made = []
+    for grad in grads:
+        grad = grad.contiguous()
+        if grad.untyped_storage()._cdata in taken:
+            grad = grad.clone()
+        taken.add(grad.untyped_storage()._cdata)
+        made.append(grad)
+    return made
 
 
 def fake_piece(inputs: list[Tensor], key: str) -> list[Tensor]:
