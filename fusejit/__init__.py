@@ -9,12 +9,20 @@ In: a function or an `nn.Module`. Out: the same, compiled on its first call.
 
 from __future__ import annotations
 
+from .capture.mutable import mutable
+from .capture.ordered import assign, depend, print
 from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupported
 from .function import JitFunction, disable_jit
 from .jit import jit
 from .module import JitModule
+from .rewrites.batch import grad, value_and_grad, vmap
+from .rewrites.by_hand import cond, select, while_loop
+from .rewrites.exclude import exclude_from_trace
 from .rewrites.hypermap import HyperMap, MultitypeFuncGraph
+from .rewrites.jit_class import jit_class
+from .rewrites.lazy_inline import lazy_inline, no_inline
 from .specialise import compile_for
+from .tracing import TraceFunction, partial_trace, trace
 
 __version__ = "0.1.0"
 
@@ -27,8 +35,25 @@ __all__ = [
     "JitModule",
     "MultitypeFuncGraph",
     "TraceError",
+    "TraceFunction",
     "Unsupported",
+    "assign",
     "compile_for",
+    "cond",
+    "depend",
     "disable_jit",
+    "exclude_from_trace",
+    "grad",
     "jit",
+    "jit_class",
+    "lazy_inline",
+    "mutable",
+    "no_inline",
+    "partial_trace",
+    "print",
+    "select",
+    "trace",
+    "value_and_grad",
+    "vmap",
+    "while_loop",
 ]

@@ -32,6 +32,12 @@ KNOBS = {
         Knob(
             "dump_dir", "FUSEJIT_DUMP_DIR", "", "a folder that receives each dumped stage as a file (all stages when FUSEJIT_DUMP is empty)"
         ),
+        Knob(
+            "specialisations",
+            "FUSEJIT_SPECIALISATIONS",
+            16,
+            "programs that a function (or a method of one object) gets; then it runs eagerly",
+        ),
         Knob("workers", "FUSEJIT_WORKERS", 0, "processes that compile kernels; 0 means one per core, at most 2"),
     )
 }

@@ -31,8 +31,10 @@ class Unsupported(FusejitError):
         op: the op or construct, as the user knows it (``"torch.autograd.Function"``).
         reason: why it is refused, and what to do instead.
         line: ``"file.py:12: y = f(x)"``, or ``""`` when no line of the user's is known.
+        in_python: the refusal is of the Python around the tensors, which another capture mode may get around; False where the
+            tensors, their devices or their gradients are refused, which no way of reading the Python changes.
     """
 
-    def __init__(self, op: str, reason: str, line: str = "") -> None:
+    def __init__(self, op: str, reason: str, line: str = "", in_python: bool = True) -> None:
         super().__init__(f"{op}: {reason}" + (f" (at {line})" if line else ""))
-        self.op, self.reason, self.line = op, reason, line
+        self.op, self.reason, self.line, self.in_python = op, reason, line, in_python

@@ -11,6 +11,7 @@ In: a specialisation. Out: `Report`: fields for programs, `str()` for people. No
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,11 @@ NO_KERNEL = {aten.detach.default, aten.empty.memory_format, aten.empty_like.defa
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """The forward or the backward Program: its kernels in launch order, launches of one call, extern calls, unfused pairs."""
+    """The forward or the backward Program: its kernels in launch order, launches of one call, extern calls, unfused pairs.
+
+    `own` are the kernels and `called` the torch ops of the Program itself; `regions` are the Programs that it calls: name, number of
+    calls, and what one call runs. All other fields are totals: a region's kernels are listed once, its launches as often as it runs.
+    """
 
     kernels: tuple[Kernel, ...] = ()
     launches: int = 0
@@ -36,6 +41,9 @@ class Half:
     unfused: tuple[Any, ...] = ()
     bytes_fused: int = 0
     tuned: tuple[str, ...] = ()
+    own: tuple[Kernel, ...] = ()
+    called: tuple[Extern, ...] = ()
+    regions: tuple[tuple[str, int, Half], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,11 @@ class Report:
         bytes_eager: their sum; bytes_fused: that kernels and extern calls move here;
         bytes_minimum: every input of the forward and of the backward read once and every result written once.
         compile_ms: milliseconds by stage; "forward.render" and the like are parts of "forward".
-        effects: attribute writes that capture put back.
+        effects: attribute writes that capture put back. why: what made this specialisation necessary.
+        control: what each `if`, loop and condition on a tensor became, and why.
+        regions: blocks that were captured and compiled once, each with its number of calls (see `fusejit.lazy_inline`).
+        inlined: blocks that were captured in place though marked or repeated: (class, reason).
+        graphs: where a call is cut into several graphs, the report of each, in the order in which they run; empty otherwise.
     """
 
     name: str
@@ -60,10 +72,15 @@ class Report:
     backward: Half
     fallbacks: tuple[Fallback, ...]
     effects: tuple[Any, ...]
+    control: tuple[Any, ...]
     eager: tuple[tuple[str, int], ...]
     bytes_minimum: int
     compile_ms: dict[str, float]
     stages: dict[str, Any]
+    why: str = ""
+    graphs: tuple[Report, ...] = ()
+    regions: tuple[Any, ...] = ()
+    inlined: tuple[tuple[str, str], ...] = ()
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -92,10 +109,20 @@ class Report:
     def __str__(self) -> str:
         moved = f"{_bytes(self.bytes_fused)} moved (eager {_bytes(self.bytes_eager)}, minimum {_bytes(self.bytes_minimum)})"
         lines = [f"{self.name} on backend {self.backend}: {self.launches} kernel launches, {len(self.externs)} extern calls, {moved}"]
+        if self.graphs:
+            lines[0] += f", in {len(self.graphs)} graphs"
         for title, half in (("forward", self.forward), ("backward", self.backward)):
-            if half.kernels or half.externs:
+            if half.kernels or half.externs or half.regions:
                 lines += [f"  {title}", *(f"    {line}" for line in _half(half))]
-        for title, rows in (("fallbacks", self.fallbacks), ("attribute writes put back after capture", self.effects)):
+        regions = [f"{r.name}: {r.calls} calls, {r.ops} ops captured once" for r in self.regions]
+        inlined = [f"{name}: {reason}" for name, reason in self.inlined]
+        for title, rows in (
+            ("control flow", self.control),
+            ("regions", regions),
+            ("captured in place", inlined),
+            ("fallbacks", self.fallbacks),
+            ("attribute writes put back after capture", self.effects),
+        ):
             if rows:
                 lines += [f"  {title}", *(f"    {row}" for row in rows)]
         lines.append("  compile  " + "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in self.compile_ms.items() if "." not in stage))
@@ -104,14 +131,17 @@ class Report:
 
 def _half(half: Half) -> list[str]:
     lines = []
-    for kernel in half.kernels:
+    for kernel in half.own:
         template = kernel.template if kernel.tensors == 1 else f"{kernel.template} of {kernel.tensors}"
         lines.append(f"{kernel.name}  {template}  reads {_bytes(kernel.bytes_read)}, writes {_bytes(kernel.bytes_written)}")
         lines.append(f"    {kernel.schedule}; grid {' x '.join(map(str, kernel.grid))}")
         lines += [f"    {', '.join(ops)}{'  ' if line else ''}{line}" for line, ops in _by_line(kernel.ops)]
-    lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") for e in half.externs]
+    lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") for e in half.called]
     lines += [f"schedule of {line}" for line in half.tuned]
-    return lines + [f"not fused: {u}" for u in half.unfused]
+    lines += [f"not fused: {u}" for u in half.unfused]
+    for name, calls, inner in half.regions:
+        lines += [f"{calls} calls of {name}: {inner.launches} kernel launches each", *(f"  {line}" for line in _half(inner))]
+    return lines
 
 
 def _by_line(ops: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -137,8 +167,39 @@ def report(found: Specialisation, name: str) -> Report:
     backward = found.backward
     return Report(
         name=name, backend=found.backend, forward=_program(found.forward), backward=_program(backward), fallbacks=tuple(found.fallbacks),
-        effects=tuple(found.effects), eager=_eager(found), bytes_minimum=_bytes_minimum(found, backward),
-        compile_ms=found.stages_ms, stages=dict(found.record),
+        effects=tuple(found.effects), control=tuple(found.control), eager=_eager(found),
+        bytes_minimum=_bytes_minimum(found, backward),
+        compile_ms=found.stages_ms, stages=dict(found.record), why=found.why, inlined=tuple(dict.fromkeys(found.inlined)),
+        regions=_regions(found),
+    )  # fmt: skip
+
+
+def joined(parts: Sequence[Report], name: str) -> Report:
+    """Return the report of a call that is cut into several graphs: sums, and each graph's own report."""
+    if len(parts) == 1:
+        return parts[0]
+    compile_ms: dict[str, float] = {}
+    for part in parts:
+        for stage, spent in part.compile_ms.items():
+            compile_ms[stage] = compile_ms.get(stage, 0.0) + spent
+    graphs = tuple(part for part in parts if part.stages.get("capture") is not None)
+    backends = dict.fromkeys(part.backend for part in graphs)
+    return Report(
+        name=name, backend=", ".join(backends) or "eager", forward=_together([part.forward for part in parts]),
+        backward=_together([part.backward for part in parts]), fallbacks=tuple(row for part in parts for row in part.fallbacks),
+        effects=tuple(row for part in parts for row in part.effects), control=tuple(row for part in parts for row in part.control),
+        eager=tuple(row for part in parts for row in part.eager),
+        bytes_minimum=sum(part.bytes_minimum for part in parts), compile_ms=compile_ms, graphs=graphs, why=parts[0].why if parts else "",
+        regions=tuple(row for part in parts for row in part.regions), inlined=tuple(row for part in parts for row in part.inlined),
+        stages={f"graph {number}.{stage}": value for number, part in enumerate(graphs) for stage, value in part.stages.items()},
+    )  # fmt: skip
+
+
+def _together(halves: Sequence[Half]) -> Half:
+    return Half(
+        tuple(kernel for half in halves for kernel in half.kernels), sum(half.launches for half in halves),
+        tuple(call for half in halves for call in half.externs), tuple(pair for half in halves for pair in half.unfused),
+        sum(half.bytes_fused for half in halves),
     )  # fmt: skip
 
 
@@ -148,7 +209,25 @@ def _program(program: Program | None) -> Half:
     moved = sum(k.bytes_read + k.bytes_written for k in program.kernels)
     for call in program.externs:
         moved += sum(program.buffers[n].bytes for n in (*call.reads, *(o for o in call.outputs if o)))
-    return Half(program.kernels, program.launches, program.externs, program.unfused, moved, program.tuned)
+    calls: dict[str, list[Extern]] = {}
+    for call in program.calls:
+        calls.setdefault(f"{call.target} {id(call.program)}", []).append(call)
+    inner = [(group[0].target, len(group), _program(group[0].program)) for group in calls.values()]
+    return Half(
+        kernels=tuple({k.name: k for part in (program, *program.called) for k in part.kernels}.values()) if inner else program.kernels,
+        launches=program.launches + sum(count * half.launches for _, count, half in inner),
+        externs=program.externs + tuple(call for _, count, half in inner for call in half.externs * count),
+        unfused=program.unfused, bytes_fused=moved + sum(count * half.bytes_fused for _, count, half in inner),
+        tuned=program.tuned, own=program.kernels, called=program.externs, regions=tuple(inner),
+    )  # fmt: skip
+
+
+def _regions(found: Specialisation) -> tuple[Any, ...]:
+    """The regions that were compiled as such; all that were captured where the graph runs eagerly."""
+    if found.captured is None or found.captured.regions is None:
+        return ()
+    back = {name for name, _ in found.inlined}
+    return tuple(region for region in found.captured.regions.found if region.name not in back)
 
 
 def _eager(found: Specialisation) -> tuple[tuple[str, int], ...]:
@@ -156,14 +235,29 @@ def _eager(found: Specialisation) -> tuple[tuple[str, int], ...]:
     graph = found.record.get("capture")
     if graph is None:
         return ()
-    if found.built is not None:
-        from .autodiff.joint import build  # AOTAutograd: seconds of import, there already when something was compiled
+    if found.built is None:
+        return _counted(graph)
+    from .autodiff.joint import build  # AOTAutograd: seconds of import, there already when something was compiled
+    from .autodiff.region import in_state, stand_ins
 
-        values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-        grad = found.built.backward() is not None
-        inputs = [v.detach().requires_grad_(grad and own) for v, own in zip(values, found.differentiable, strict=True)]
-        with torch.set_grad_enabled(grad):
-            graph = build(graph, inputs, lambda module, inputs, stage: None, {}).graphs["joint"]
+    joint = lambda graph, inputs: build(graph, inputs, lambda module, inputs, stage: None, {}).graphs["joint"]  # noqa: E731
+    if found.built.regions and "joint" not in found.built.graphs:  # all of the graph is calls of regions: each is counted once
+        rows: dict[int, tuple[tuple[str, int], ...]] = {}
+        for known in found.built.regions:
+            if id(known) not in rows:
+                with in_state(known.region):
+                    rows[id(known)] = _counted(joint(known.region.graph, stand_ins(known.region.inputs)))
+        return tuple(row for known in found.built.regions for row in rows[id(known)])
+    values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    grad = found.built.backward() is not None
+    with values[0].fake_mode if values else contextlib.nullcontext():  # of their own memory: equal blocks share their fake weights
+        copies = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+    inputs = [v.requires_grad_(grad and own) for v, own in zip(copies, found.differentiable, strict=True)]
+    with torch.set_grad_enabled(grad):
+        return _counted(joint(graph, inputs))
+
+
+def _counted(graph: torch.fx.GraphModule) -> tuple[tuple[str, int], ...]:
     counted = ((str(n.target), _node_bytes(n)) for n in graph.graph.nodes if n.op == "call_function")
     return tuple((name, moved) for name, moved in counted if moved is not None)
 
@@ -200,7 +294,7 @@ def _boundary(program: Program) -> int:
     buffers, inputs = program.buffers, set(program.inputs)
     for found in (
         *(reads_of(k.cluster, buffers) for k in program.kernels),
-        *({n: buffers[n].bytes for n in e.reads} for e in program.externs),
+        *({n: buffers[n].bytes for n in e.reads} for e in (*program.externs, *program.calls)),
     ):
         for name in found.keys() & inputs:
             read[name] = max(read.get(name, 0), found[name])

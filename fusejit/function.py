@@ -4,7 +4,7 @@ In: a callable and `Settings`. Out: what a call runs: a specialisation, or the p
 
     >>> f = JitFunction(lambda x: x + 1, Settings())
     >>> f(torch.ones(3)); f.cache_info()
-    CacheInfo(specialisations=1, hits=0, misses=1, fallbacks=0)
+    CacheInfo(specialisations=1, hits=0, misses=1, fallbacks=0, reasons=('first call',))
 
 A call is looked up by its arguments and torch's state, then by the guards of each specialisation; what matches runs, what does
 not is captured. Calls take no lock; captures do.
@@ -21,17 +21,24 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from . import config
+from .backend import Reader
 from .capture import trace, tree
-from .capture.guards import Guards, key_of, state_key
-from .capture.trace import Captured
+from .capture.guards import key_of, state_key
+from .capture.mutable import family
+from .capture.reasons import differences, named
 from .errors import CaptureError, FusejitError, Unsupported
-from .specialise import Fallback, Settings, Specialisation, specialise
+from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
+from .specialise import Fallback, Settings, Specialisation, eager_specialisation, refusal, resolve, specialise
 
 log = logging.getLogger("fusejit")
-LIMIT = 64
-"""The most specialisations a function keeps; the oldest goes first."""
+RECEIVERS = 16
+"""Of how many objects a decorated method keeps all specialisations that the limit allows; beyond, the oldest go."""
+CHANGING = 3
+"""How many new values of a Python argument recompile before a warning."""
+TOO_MANY = "more than {} specialisations, so new kinds of calls run eagerly"
 
 
 class Switch:
@@ -56,13 +63,36 @@ class disable_jit:
         Switch.off = self.before
 
 
+class nesting:
+    """While a jitted function is captured, or runs inside another's capture: the modes of those around it, outermost first."""
+
+    stacks = threading.local()
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __enter__(self) -> None:
+        modes: list[str] = nesting.stacks.__dict__.setdefault("modes", [])
+        around = [mode for number, mode in enumerate(modes) if not number or modes[number - 1] != mode]
+        if self.settings.capture_mode == "trace" and "ast" in around[1:] and "trace" in around[: around.index("ast", 1)]:
+            raise CaptureError(
+                f"{self.settings.name} has capture mode 'trace' and is called by a function of mode 'ast' inside a trace: "
+                "the one wants its Python as it is, the other rewrites what it calls; give all of them one mode"
+            )
+        modes.append(self.settings.capture_mode)
+
+    def __exit__(self, *error: object) -> None:
+        nesting.stacks.modes.pop()
+
+
 class CacheInfo(NamedTuple):
-    """How often a jitted function was captured and found again."""
+    """How often a jitted function was captured and found again, and why each capture was necessary, in their order."""
 
     specialisations: int
     hits: int
     misses: int
     fallbacks: int
+    reasons: tuple[str, ...] = ()
 
 
 class JitFunction:
@@ -77,7 +107,11 @@ class JitFunction:
         self.settings = replace(settings, name=name)
         self._table: dict[Any, tuple[Specialisation, ...]] = {}
         self._order: list[Any] = []
+        self._lengths: dict[Any, Any] = {}
         self._lock = threading.RLock()
+        self._held: dict[int, int] = {}
+        self._changing: dict[str, int] = {}
+        self._reader: Reader | None = None
         self._misses = self._hits = 0
         self._told: set[str] = set()
         if isinstance(fn, (types.FunctionType, types.MethodType)):
@@ -86,6 +120,8 @@ class JitFunction:
             self.__name__ = self.__qualname__ = name
             self.__doc__ = fn.__doc__
         self.__wrapped__ = fn
+        self._split: Split | None = None
+        self._may_split = mentions(fn)
 
     def __repr__(self) -> str:
         return f"<fusejit.jit of {self.settings.name}>"
@@ -94,31 +130,51 @@ class JitFunction:
         return self if instance is None else BoundJitFunction(self, instance)
 
     def __reduce__(self) -> Any:
-        return (JitFunction, (self.__wrapped__, self.settings))
+        return (type(self), (self.__wrapped__, self.settings))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(None, args, kwargs)
 
     def call(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the function; `receiver` is the object of a decorated method."""
+        if is_dynamo_compiling():
+            return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
         if Switch.off or elsewhere():
             return self.plain(receiver, args, kwargs)
+        if self._may_split and (parts := self.segments()) is not None:
+            return parts.run(*args, **kwargs) if receiver is None else parts.run(receiver, *args, **kwargs)
         leaves: list[Any] = []
-        structure = tree.flatten((args, kwargs) if kwargs else args, leaves)
+        structure = (tree.KEYED, tree.flatten((args, kwargs), leaves)) if kwargs else tree.flatten(args, leaves)
         key = (structure, state_key(), key_of(leaves), id(receiver))
         for found in self._table.get(key, ()):
             lifted = found.lifted(leaves)
             if lifted is not None:
                 self._hits += 1
                 if found.run is None:
-                    return self.plain(receiver, args, kwargs)
+                    return self.cold(found, receiver, args, kwargs)
                 return found.run(leaves, lifted)
         return self.miss(key, receiver, args, kwargs, leaves)
+
+    def segments(self) -> Split | None:
+        """The function in segments, where blocks of it are excluded; made at the first call."""
+        if self._may_split and self._split is None:
+            with self._lock:
+                self._split = split(self.__wrapped__, self.segment)
+                self._may_split = self._split is not None
+        return None if hooked(self.__wrapped__) else self._split
+
+    def segment(self, fn: Callable, part: Any) -> JitFunction:
+        """A part of this function, jitted by itself."""
+        return JitFunction(fn, replace(self.settings, name=f"{self.settings.name}[{part.first}-{part.last}]"))
 
     def plain(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the original Python."""
         if trace.active():
+            rewrite = trace.recorder().rewrite
             trace.recorder().watch(self.__wrapped__)
+            fn = self.__wrapped__ if rewrite is None else rewrite(self.__wrapped__)
+            with nesting(self.settings):
+                return fn(*args, **kwargs) if receiver is None else fn(receiver, *args, **kwargs)
         return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
 
     def bound(self, receiver: Any) -> Callable:
@@ -126,78 +182,115 @@ class JitFunction:
 
     def miss(self, key: Any, receiver: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Capture and compile this call, then run it."""
+        if self.full(receiver):
+            return self.plain(receiver, args, kwargs)
         try:
             found, lifted = self.find(key, receiver, args, kwargs, leaves)
         except Unsupported as error:
             return self.fall_back(error, key, receiver, args, kwargs, leaves)
-        assert found.run is not None
-        return found.run(leaves, lifted)
+        return self.cold(found, receiver, args, kwargs) if found.run is None else found.run(leaves, lifted)
+
+    def cold(self, found: Specialisation, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a call that has no graph of its own: by the graphs that Dynamo makes of it, or as plain Python."""
+        if found.through is not None:
+            return found.through.call(args if receiver is None else (receiver, *args), kwargs)
+        return self.plain(receiver, args, kwargs)
 
     def find(self, key: Any, receiver: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> tuple[Specialisation, list[Any]]:
         """Return the specialisation of a call, made now if there is none; `Unsupported` comes out."""
         with self._lock:
             for found in self._table.get(key, ()):  # another thread may have made it meanwhile
                 lifted = found.lifted(leaves)
-                if lifted is not None and found.run is not None:
+                if lifted is not None:
                     return found, lifted
             self._misses += 1
-            found = specialise(self.bound(receiver), args, kwargs, leaves, self.settings, receiver)
+            kin = family(key[0])
+            length = self._lengths.get(kin, key[0])
+            if length != key[0]:
+                reason = "one length is compiled, and this is another; fusejit.mutable(..., dynamic_len=False) compiles each"
+                raise Unsupported("a mutable argument of another length", reason)
+            with nesting(self.settings):
+                found = specialise(self.bound(receiver), args, kwargs, leaves, self.settings, receiver)
             lifted = found.lifted(leaves)
             if lifted is None:
                 raise Unsupported(self.settings.name, "something that it reads changes while it is captured")
-            self.remember(key, found)
+            self.remember(key, found, leaves)
+            if kin != key[0]:
+                self._lengths[kin] = key[0]
             self.tell(found)
             return found, lifted
 
-    def remember(self, key: Any, found: Specialisation) -> None:
+    def remember(self, key: Any, found: Specialisation, leaves: list[Any]) -> None:
+        """Keep a specialisation, with the reason why the ones there are did not do."""
+        receiver = key[3]
+        known = [(other, item.guards) for other, item in self._order]
+        changes = differences(key, leaves, known, named(self.__wrapped__, receiver != id(None)))
+        found.why = "; ".join(map(str, changes[:3]))
         self._table[key] = (found, *self._table.get(key, ()))
         self._order.append((key, found))
-        if len(self._order) > LIMIT:
+        self._held[receiver] = self._held.get(receiver, 0) + 1
+        if len(self._order) > RECEIVERS * config.read("specialisations"):  # of many objects: the oldest go
             old_key, old = self._order.pop(0)
             self._table[old_key] = tuple(item for item in self._table[old_key] if item is not old)
-            if not self._table[old_key]:
-                del self._table[old_key]
-            self.say(logging.WARNING, f"{self.settings.name} has more than {LIMIT} specialisations; the oldest are dropped")
+            self._held[old_key[3]] -= 1
+            for table, name in ((self._table, old_key), (self._held, old_key[3])):
+                if not table[name]:  # type: ignore[index]
+                    del table[name]  # type: ignore[attr-defined]
+        for name in {change.value for change in changes if change.value}:
+            self._changing[name] = self._changing.get(name, 0) + 1
+            if self._changing[name] == CHANGING:
+                way_out = f"pass a tensor, or wrap it in fusejit.mutable, so that `{name}` may vary without a new program"
+                self.say(logging.WARNING, f"{self.settings.name}: argument {name} keeps changing, and each value recompiles: {way_out}")
+
+    def full(self, receiver: Any) -> bool:
+        """Whether calls of new kinds run eagerly, because the limit of specialisations is reached; says so once."""
+        limit = config.read("specialisations")
+        if self._held.get(id(receiver), 0) < limit:
+            return False
+        if config.read("strict"):
+            raise CaptureError(f"{self.settings.name!r} has {limit} specialisations already (FUSEJIT_SPECIALISATIONS)")
+        last = self._order[-1][1].why
+        self.say(logging.WARNING, f"{self.settings.name}: {TOO_MANY.format(limit)}; the last one was made because: {last}")
+        return True
 
     def fall_back(self, error: Unsupported, key: Any, receiver: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
-        """Run eagerly what cannot be captured, and remember that; or raise where the user wants no fallback."""
+        """Run what cannot be captured by its bytecode where that pays, or else eagerly, and remember that; or raise where that is asked."""
         if self.settings.fullgraph or config.read("strict"):
-            raise self.explain_error(error)
-        result = self.plain(receiver, args, kwargs)
-        found = self.eager_specialisation(error, receiver, leaves)
+            raise refusal(error, self.settings.name)
+        found = eager_specialisation(error, self.settings.name, receiver, leaves)
+        if self.pays(error, leaves):
+            found.through = self.reader()
+        result = self.cold(found, receiver, args, kwargs)
+        if found.through is not None and not found.through.compiles:
+            reasons = "; ".join(found.through.reasons) or "no op stands between the breaks"
+            found.fallbacks.append(Fallback("capture_mode 'bytecode', tried next", f"compiled nothing: {reasons}"))
+            found.through = None
         with self._lock:
-            self.remember(key, found)
+            self.remember(key, found, leaves)
         self.tell(found)
         return result
 
-    def eager_specialisation(self, error: Unsupported, receiver: Any, leaves: list[Any]) -> Specialisation:
-        """What remembers that a call runs as plain Python, guarded by what the failed capture had read."""
-        lifted: Callable[[list[Any]], Any] = lambda leaves: []  # noqa: E731
-        recorder = getattr(error, "recorder", None)
-        if recorder is not None:
-            empty = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
-            lifted = Guards(Captured(empty, (), (), (), None, [], [], recorder, self.settings.name)).lifted
-        found = Specialisation("eager", lifted, pins=(receiver, [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]))
-        found.fallbacks.append(Fallback(error.op, error.reason, error.line))
-        return found
+    def pays(self, error: Unsupported, leaves: list[Any]) -> bool:
+        """Whether the next mode, "bytecode", is worth its seconds: mode "ast", a compiling backend, a refusal of Python, not of tensors.
 
-    def explain_error(self, error: Unsupported) -> BaseException:
-        """The error that `fullgraph=True` raises: torch's own where the call itself is wrong, `CaptureError` otherwise."""
-        cause = error.__cause__
-        if cause is not None and type(cause) in (RuntimeError, IndexError, TypeError, ValueError):
-            if error.line:
-                cause.add_note(f"while capturing {self.settings.name!r} at {error.line}")
-            return cause
-        where = f" ({error.line})" if error.line else ""
-        made = CaptureError(f"cannot capture {self.settings.name!r}{where}: {error.op}: {error.reason}")
-        made.__cause__ = error
-        return made
+        Mode "trace" promises that the Python is traced as it is, and falls to eager.
+        """
+        if self.settings.capture_mode != "ast" or self.settings.jit_level == "O0" or not error.in_python:
+            return False
+        return resolve(self.settings, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]) != "eager"
+
+    def reader(self) -> Reader:
+        """What reads the function by its bytecode; one for all calls."""
+        if self._reader is None:
+            self._reader = Reader(self.__wrapped__, self.settings, self.tell)
+        return self._reader
 
     def tell(self, found: Specialisation) -> None:
         """Log what a new specialisation does not do as compiled code; each thing once."""
         for fallback in found.fallbacks:
-            expected = fallback.op == "torch's runtime wrappers"
-            self.say(logging.INFO if expected else logging.WARNING, f"{self.settings.name}: eager fallback: {fallback}")
+            expected = fallback.op in ("torch's runtime wrappers", "graph break")
+            instead = "read by its bytecode instead" if found.through is not None else "eager fallback"
+            self.say(logging.INFO if expected else logging.WARNING, f"{self.settings.name}: {instead}: {fallback}")
         for effect in found.effects:
             self.say(logging.WARNING, f"{self.settings.name}: {effect}; compiled calls will not repeat that")
 
@@ -212,44 +305,80 @@ class JitFunction:
 
     def specialisation_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Specialisation:
         leaves: list[Any] = []
-        structure = tree.flatten((args, kwargs) if kwargs else args, leaves)
+        structure = (tree.KEYED, tree.flatten((args, kwargs), leaves)) if kwargs else tree.flatten(args, leaves)
         key = (structure, state_key(), key_of(leaves), id(receiver))
+        for found in self._table.get(key, ()):
+            if found.lifted(leaves) is not None:
+                return found
+        if self.full(receiver):
+            limit = config.read("specialisations")
+            error = Unsupported(TOO_MANY.format(limit), "new kinds of calls run eagerly (FUSEJIT_SPECIALISATIONS)")
+            return eager_specialisation(error, self.settings.name, receiver, leaves)
         try:
             return self.find(key, receiver, args, kwargs, leaves)[0]
         except Unsupported as error:
             if self.settings.fullgraph or config.read("strict"):
-                raise self.explain_error(error) from error
-            return self.eager_specialisation(error, receiver, leaves)
+                raise refusal(error, self.settings.name) from error
+            found = eager_specialisation(error, self.settings.name, receiver, leaves)
+            if self.pays(error, leaves):
+                found.through = self.reader()
+            return found
+
+    def specialisations_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> list[Specialisation]:
+        """The specialisations that make up a call: one, and where Dynamo cuts the function, which it has to run for that, each graph's."""
+        found = self.specialisation_for(receiver, args, kwargs)
+        if found.through is None:
+            return [found]
+        return [found, *found.through.observe(args if receiver is None else (receiver, *args), kwargs)]
 
     def program(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the forward `Program` of a call (its `.source` is Python text); raises where nothing is compiled."""
+        """Return the forward `Program` of a call (its `.source` is Python text); raises where nothing, or more than one, is compiled."""
         return self.program_for(None, args, kwargs)
 
     def program_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        found = self.specialisation_for(receiver, args, kwargs)
-        if found.forward is None:
-            reasons = "; ".join(map(str, found.fallbacks)) or "use backend='triton' or 'interpret'"
-            raise FusejitError(f"{self.settings.name} runs on backend {found.backend!r}, which has no program: {reasons}")
-        return found.forward
+        parts = self.specialisations_for(receiver, args, kwargs)
+        programs = [part.forward for part in parts if part.forward is not None]
+        if len(programs) == 1:
+            return programs[0]
+        reasons = "; ".join(str(fallback) for part in parts for fallback in part.fallbacks)
+        if programs:
+            raise FusejitError(f"{self.settings.name} is cut into {len(programs)} programs; explain(...).graphs has them all: {reasons}")
+        backend = parts[-1].backend if parts else "eager"
+        reasons = reasons or "use backend='triton' or 'interpret'"
+        raise FusejitError(f"{self.settings.name} runs on backend {backend!r}, which has no program: {reasons}")
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the `Report` of a call: kernels, fallbacks, bytes, compile time. Runs nothing; compiles if needed."""
+        """Return the `Report` of a call: kernels, fallbacks, bytes, compile time. Compiles if needed; runs nothing, unless Dynamo
+        reads the function (`capture_mode="bytecode"`), which finds a graph only by running up to it."""
         return self.explain_for(None, args, kwargs)
 
     def explain_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        from .explain import report  # the report reads the back end, which a call on the eager backend never loads
+        from .explain import joined, report  # the report reads the back end, which a call on the eager backend never loads
 
-        return report(self.specialisation_for(receiver, args, kwargs), self.settings.name)
+        if (cut := self.segments()) is not None:
+            made = [report(found, part.settings.name) for part in cut.segments for _, found in part._order]
+            return SplitReport(self.settings.name, cut, tuple(made))
+        parts = self.specialisations_for(receiver, args, kwargs)
+        return joined([report(part, self.settings.name) for part in parts], self.settings.name)
 
     def cache_info(self) -> CacheInfo:
-        """Return how many specialisations there are, and how many calls found one."""
+        """Return how many specialisations there are and why, and how many calls found one."""
+        if self._split is not None:
+            parts = [part.cache_info() for part in self._split.segments]
+            reasons = tuple(reason for part in parts for reason in part.reasons)
+            return CacheInfo(*(sum(part[n] for part in parts) for n in range(4)), reasons)  # type: ignore[arg-type,call-arg]
         held = [found for _, found in self._order]
-        return CacheInfo(len(held), self._hits, self._misses, sum(bool(found.fallbacks) for found in held))
+        if self._reader is not None:
+            held += self._reader.specialisations
+        fallbacks = sum(bool(found.fallbacks) for found in held)
+        return CacheInfo(len(held), self._hits, self._misses, fallbacks, tuple(found.why for found in held))
 
     def cache_clear(self) -> None:
         """Forget all specialisations."""
         with self._lock:
-            self._table, self._order = {}, []
+            self._table, self._order, self._held, self._reader, self._lengths = {}, [], {}, None, {}
+            for part in self._split.segments if self._split is not None else ():
+                part.cache_clear()
 
 
 class BoundJitFunction:
@@ -264,6 +393,8 @@ class BoundJitFunction:
         return self.function.call(self.receiver, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.__slots__:  # not made yet: Dynamo looks at objects before their __init__
+            raise AttributeError(name)
         return getattr(self.function, name)
 
     @property

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from .bytecode import jit_function
 from .function import JitFunction
 from .module import JitModule
-from .specialise import BACKENDS, LEVELS, MODES, NUMERICS, Settings
+from .specialise import BACKENDS, LEVELS, MODES, NUMERICS, Settings, check
 
 
 def jit(
@@ -30,19 +31,26 @@ def jit(
     backend: str = "auto",
     dynamic: Any = None,
     numerics: str = "fast",
+    fast_math: bool = False,
     name: str | None = None,
 ) -> Any:
     """Compile a function or a module when it is called.
 
     Args:
-        fn_or_module: a function, method, callable object or `nn.Module`; None makes a decorator.
-        capture_mode: "ast" or "trace" (both trace the Python once); "bytecode" is not there yet.
+        fn_or_module: a function, method, callable object or `nn.Module`; None makes a decorator. A class is changed: calling its
+            instances (`forward` of an `nn.Module`, `__call__` of others) runs compiled from then on.
+        capture_mode: "ast" rewrites control flow on tensors (`if`, `while`, `and`, ...) into selects, branches and loops of the graph,
+            then traces; "trace" traces the Python as it is; "bytecode" lets torch's Dynamo read the bytecode, and where that cannot go
+            on (a graph break) runs the Python between two graphs. What "ast" cannot capture falls to "bytecode" where kernels are
+            compiled and the Python, not its tensors, is the reason; what "trace" or "bytecode" cannot, runs eagerly.
         jit_level: O0 runs the captured graph op by op; O1 fuses elementwise ops; O2 adds reductions; O3 autotuning.
         fullgraph: raise `CaptureError` where the function cannot be captured, instead of running it eagerly.
         backend: "auto" (triton for CUDA tensors, eager otherwise), "triton", "interpret" (the kernels on the CPU), "eager".
             FUSEJIT_BACKEND replaces "auto".
         dynamic: None or False: one specialisation a shape.
         numerics: "fast" rounds a fused chain once, "eager" after each op as torch does.
+        fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
+            overflows or is nan (codegen/algebra.py has the table).
         name: how messages and kernels call the function.
 
     Returns:
@@ -51,31 +59,19 @@ def jit(
     Raises:
         ValueError: an option is none of its choices. TypeError: the argument is not callable.
     """
-    settings = Settings(capture_mode, jit_level, check_flag("fullgraph", fullgraph), backend, numerics, name or "")
+    settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math)
+    check("fullgraph", fullgraph, (False, True))
+    check("fast_math", fast_math, (False, True))
     check("capture_mode", capture_mode, MODES)
     check("jit_level", jit_level, LEVELS)
     check("backend", backend, BACKENDS)
     check("numerics", numerics, NUMERICS)
-    if dynamic not in (None, False):
-        if dynamic is True:
-            raise NotImplementedError("dynamic=True is not available yet: use None or False, which compile once per shape")
-        raise ValueError(f"dynamic={dynamic!r}: choose one of None, False, True")
-    if capture_mode == "bytecode":
-        raise NotImplementedError("capture_mode='bytecode' is not available yet: use 'ast' or 'trace'")
+    check("dynamic", dynamic, (None, False, True))
+    if dynamic is True:
+        raise NotImplementedError("dynamic=True is not available yet: use None or False, which compile once per shape")
     if fn_or_module is None:
         return functools.partial(make, settings=settings)
     return make(fn_or_module, settings=settings)
-
-
-def check(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
-
-
-def check_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: choose one of True, False")
-    return value
 
 
 def make(target: Any, settings: Settings) -> Any:
@@ -86,6 +82,18 @@ def make(target: Any, settings: Settings) -> Any:
         return JitModule(target, settings)
     if isinstance(target, (staticmethod, classmethod)):
         return type(target)(make(target.__func__, settings))
-    if not callable(target) or isinstance(target, type):
-        raise TypeError(f"fusejit.jit takes a function, a method, a callable object or an nn.Module, not {target!r}")
-    return JitFunction(target, settings)
+    if isinstance(target, type):
+        return jit_methods(target, settings)
+    if not callable(target):
+        raise TypeError(f"fusejit.jit takes a function, a method, a callable object, a class or an nn.Module, not {target!r}")
+    return jit_function(target, settings)
+
+
+def jit_methods(cls: type, settings: Settings) -> type:
+    """Jit what calling an instance of a class runs: `forward` of an `nn.Module`, `__call__` of any other; changes the class."""
+    name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"
+    method = getattr(cls, name, None)
+    if method is None or name == "__call__" and not any(name in base.__dict__ for base in cls.__mro__):
+        raise TypeError(f"fusejit.jit of class {cls.__name__}: its instances cannot be called; give it a __call__, or jit its methods")
+    setattr(cls, name, make(method, settings))
+    return cls

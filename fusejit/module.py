@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .bytecode import jit_function
 from .function import CacheInfo, JitFunction
 from .specialise import Settings, Specialisation
 
@@ -43,11 +44,18 @@ class JitModule(torch.nn.Module):
         known = FUNCTIONS.setdefault(module, {})
         function = known[settings]() if settings in known else None
         if function is None:
-            function = JitFunction(module, settings)
+            function = jit_function(module, settings)
             known[settings] = weakref.ref(function)
         own["_fusejit_function"] = function
         own["_fusejit_settings"] = settings
         own["_fusejit_ready"] = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; hooks that were registered on the JitModule run around it (global ones belong to the module inside)."""
+        own = self.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return super().__call__(*args, **kwargs)
+        return self._fusejit_function.call(None, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fusejit_function.call(None, args, kwargs)
@@ -77,6 +85,9 @@ class JitModule(torch.nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.__wrapped__)})
+
+    def __bool__(self) -> bool:
+        return bool(self.__wrapped__)
 
     def __len__(self) -> int:
         return len(self.__wrapped__)

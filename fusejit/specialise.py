@@ -21,10 +21,17 @@ import torch
 
 from . import config
 from .capture import tree
-from .capture.effects import Effect
+from .capture.constants import constants
+from .capture.cut import Region
 from .capture.guards import Guards, memory_pattern
+from .capture.lines import error_lines
+from .capture.reads import Effect
+from .capture.regions import Regions
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
+from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
+from .rewrites.capture import capture_rewritten
+from .rewrites.control import Outcome
 from .runtime.eager import eager
 
 Tensor = torch.Tensor
@@ -36,7 +43,11 @@ NUMERICS = ("fast", "eager")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of one jitted function (see `fusejit.jit`); `target` is a GPU architecture to compile for without one."""
+    """The options of one jitted function (see `fusejit.jit` and `fusejit.trace`).
+
+    `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they have at
+    capture. `apart`: forward and backward are two programs on every backend, also on "eager". `regions`: equal blocks are captured once.
+    """
 
     capture_mode: str = "ast"
     jit_level: str = "O2"
@@ -45,6 +56,16 @@ class Settings:
     numerics: str = "fast"
     name: str = ""
     target: str | None = None
+    fast_math: bool = False
+    constants: bool = False
+    apart: bool = False
+    regions: bool = True
+
+
+def check(name: str, value: Any, choices: tuple) -> None:
+    """Refuse an option that is none of its choices, by listing them; True is not 1 here."""
+    if not any(value is choice or type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +88,10 @@ class Specialisation:
         run: (leaves, lifted tensors) to the function's result; None where the function runs as plain eager Python.
         lifted: the guards' check: leaves to lifted tensors, or None.
         backend: what runs it; record: stage name to value; compile_ms: milliseconds by stage.
-        forward: the forward Program, or None; fallbacks, effects: see there.
+        forward: the forward Program, or None; fallbacks, effects, control: see there.
         differentiable: for each input of the graph, whether it requires grad.
+        why: what made it necessary (see capture/reasons.py); through: what reads the function by its bytecode instead, or None.
+        inlined: blocks that were captured in place though marked or repeated, each with the reason.
     """
 
     backend: str
@@ -78,17 +101,21 @@ class Specialisation:
     compile_ms: dict[str, float] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
+    control: list[Outcome] = field(default_factory=list)
     forward: Any = None
     built: Any = None
     captured: Captured | None = None
     guards: Guards | None = None
     pins: Any = None
     differentiable: tuple[bool, ...] = ()
+    why: str = ""
+    through: Any = None
+    inlined: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def backward(self) -> Any:
         """The backward Program (compiled now if no backward has run yet), or None."""
-        if self.built is None:
+        if self.built is None or self.backend == "eager":
             return None
         start = time.perf_counter()
         found = self.built.backward()
@@ -111,22 +138,61 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
         Unsupported: it cannot be captured. CompileError: it cannot be compiled, and `settings.fullgraph` is set.
     """
     start = time.perf_counter()
-    captured = capture(fn, args, kwargs, settings.name, () if receiver is None else (receiver,))
+    watch = () if receiver is None else (receiver,)
+    control: list[Outcome] = []
+    whole = settings.fast_math or settings.constants or settings.apart  # what looks at, or differentiates, the graph as a whole
+    regions = Regions if settings.regions and not whole else None
+    if settings.capture_mode == "ast":
+        captured, control = capture_rewritten(fn, args, kwargs, settings.name, watch, regions)
+    else:
+        captured = capture(fn, args, kwargs, settings.name, watch, regions=regions)
+    if settings.fast_math:
+        captured.graph = algebra(captured.graph)
+    if settings.constants:
+        captured.met, captured.lifted = captured.lifted, constants(captured)
     guards = Guards(captured)
     tensors = [leaves[position] for position in captured.positions] + list(captured.lifted)
     found = Specialisation(
         resolve(settings, tensors), guards.lifted, captured=captured, guards=guards, pins=(receiver, leaves_without_tensors(leaves))
     )
-    found.effects = list(captured.effects)
+    found.effects, found.control = list(captured.effects), control
+    found.inlined += captured.regions.inlined if captured.regions else ()
     found.differentiable = tuple(tensor.requires_grad for tensor in tensors)
     found.record["capture"] = captured.graph
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
     positions, unflatten = captured.positions, result_builder(captured)
-    if found.backend == "eager" or settings.jit_level == "O0":
+    if (found.backend == "eager" or settings.jit_level == "O0") and not settings.apart:
         found.run = eager_runner(eager(captured.graph), positions, unflatten)
         return found
     compile_into(found, tensors, settings)
     return found
+
+
+def eager_specialisation(error: Unsupported, name: str, receiver: Any, leaves: list[Any]) -> Specialisation:
+    """What remembers that a call runs as plain Python, guarded by what the failed capture had read."""
+    lifted: Callable[[list[Any]], Any] = lambda leaves: []  # noqa: E731
+    recorder, guards = getattr(error, "recorder", None), None
+    if recorder is not None:
+        empty = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
+        guards = Guards(Captured(empty, (), (), (), None, [], [], recorder, name))
+        lifted = guards.lifted
+    found = Specialisation("eager", lifted, guards=guards, pins=(receiver, leaves_without_tensors(leaves)))
+    found.fallbacks.append(Fallback(error.op, error.reason, error.line))
+    return found
+
+
+def refusal(error: Unsupported, name: str) -> BaseException:
+    """The error that `fullgraph=True` raises: torch's own where the call itself is wrong, `CaptureError` otherwise."""
+    cause = error.__cause__
+    if cause is not None and type(cause) in (RuntimeError, IndexError, TypeError, ValueError):
+        if error.line:
+            cause.add_note(f"while capturing {name!r} at {error.line}")
+        return cause
+    lines = [line for line in error_lines(error) if line != error.line]
+    where = f" ({' → '.join([*lines, error.line])})" if error.line else ""
+    made = CaptureError(f"cannot capture {name!r}{where}: {error.op}: {error.reason}")
+    made.__cause__ = error
+    return made
 
 
 def leaves_without_tensors(leaves: list[Any]) -> list[Any]:
@@ -140,7 +206,7 @@ def result_builder(captured: Captured) -> Callable[[Sequence[Any]], Any]:
         return lambda results: results[0]
     kind = captured.structure[0] if captured.structure is not None else None
     flat = kind in (tuple, list) and all(child is None for child in captured.structure[1])
-    if flat and captured.outputs == tuple(range(len(captured.outputs))):
+    if flat and captured.outputs == tuple(range(len(captured.graph.graph.output_node().args[0]))):  # type: ignore[arg-type]
         return kind  # type: ignore[return-value]
     return captured.unflatten
 
@@ -165,7 +231,7 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
         fail_compile(found, error, settings)
         found.run = plain
         return
-    found.forward = built.forward
+    found.forward = None if found.backend == "eager" else built.forward
     found.record.update(built.graphs)
     found.fallbacks += [Fallback(op, reason) for op, reason in built.notes]
     pattern = memory_pattern(tensors) if built.mutates else None
@@ -191,11 +257,16 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
 def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
     """Trace the joint graph and compile it with fusejit's own back end."""
     from .autodiff.attention import retarget_attention
+    from .autodiff.compose import compose
     from .autodiff.joint import build
+    from .autodiff.region import Toolchain, call_regions
     from .codegen import decompose
     from .compile import Options, compile_graph, dump
 
     prepare_interpreter(found.backend)
+    plain = found.backend == "eager" or settings.jit_level == "O0"
+    if plain:
+        found.backend = "eager"
     options = Options(backend=found.backend, jit_level=settings.jit_level, numerics=settings.numerics, target=settings.target)
 
     def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
@@ -205,19 +276,51 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
             found.record[f"{stage}.{name}"] = value
             dump(f"{stage}.{name}", value)
 
-        program = compile_graph(module, inputs, options, record=record)
+        program = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
         spent = (time.perf_counter() - start) * 1e3
         found.compile_ms[stage] = found.compile_ms.get(stage, 0.0) + spent
         return program
 
     start = time.perf_counter()
-    if settings.target is not None and not any(tensor.is_cuda for tensor in tensors):
-        graph = retarget_attention(graph)
-    built = build(graph, tensors, compiler, decompose.table())
+    elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
+    rewrite = retarget_attention if elsewhere else lambda module: module
+    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain)))
+    tools = Toolchain(region_compiler(options), {} if plain else decompose.table(), rewrite, flavour)
+    graph = rewrite(graph)
+    calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
+    built = compose(graph, tensors, tools, compiler) if calls else None
+    if built is None:
+        graph, regions = call_regions(graph, tools)
+        built = build(graph, tensors, compiler, tools.decompositions)
+        built.regions = regions
+    found.inlined += tools.notes
+    found.compile_ms["regions"] = tools.spent_ms
     found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - sum(
-        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward")
+        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions")
     )
     return built
+
+
+def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """A functional graph as something that is called like a Program, and runs op by op."""
+    run = eager(module)
+
+    def program(inputs: list[Any]) -> Sequence[Any]:
+        given = tuple(inputs)
+        inputs.clear()
+        return run(*given)
+
+    return program
+
+
+def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
+    """The compiler of regions, which outlive the specialisation that needs them first and therefore know nothing of it."""
+    from .compile import compile_graph, dump
+
+    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
+        return compile_graph(module, inputs, options, record=lambda name, value: dump(f"{stage}.{name}", value))
+
+    return compiler
 
 
 def fail_compile(found: Specialisation, error: Exception, settings: Settings) -> None:
@@ -303,7 +406,8 @@ class Programs:
 
     @property
     def kernels(self) -> list[Any]:
-        return [kernel for program in (self.forward, self.backward) if program is not None for kernel in program.kernels]
+        halves = [program for program in (self.forward, self.backward) if program is not None]
+        return [kernel for half in halves for program in (half, *half.called) for kernel in program.kernels]
 
     @property
     def source(self) -> str:
@@ -329,7 +433,7 @@ def compile_for(
     Raises:
         CaptureError: the function cannot be captured. CompileError: a kernel cannot be compiled.
     """
-    fn = getattr(fn, "__wrapped__", fn) if type(fn).__module__.startswith("fusejit") else fn
+    fn = getattr(fn, "__wrapped__", fn) if hasattr(type(fn), "explain") else fn  # of a jitted function, the original
     name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
     settings = Settings(jit_level=jit_level, fullgraph=True, backend="triton", numerics=numerics, name=name, target=target)
     leaves: list[Any] = []

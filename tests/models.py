@@ -104,3 +104,68 @@ def make(name: str, **sizes: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     for parameter in module.parameters():  # some blocks start with zeros or ones, which hide mistakes
         nn.init.normal_(parameter, 1.0 if parameter.ndim < 2 else 0.0, 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5)
     return module.train(), (inputs[0].requires_grad_(), *inputs[1:])
+
+
+# Whole models of two layers.
+
+
+def _small(**more) -> dict:
+    return {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "attn_implementation": "sdpa",
+        **more,
+    }
+
+
+def _whole_llama():
+    from transformers import LlamaConfig, LlamaModel
+
+    return LlamaModel(LlamaConfig(**_small(vocab_size=64, num_key_value_heads=2, use_cache=False)))
+
+
+def _whole_bert():
+    from transformers import BertConfig, BertModel
+
+    config = _small(vocab_size=64, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertModel(BertConfig(**config))
+
+
+def _whole_gpt2():
+    from transformers import GPT2Config, GPT2Model
+
+    return GPT2Model(GPT2Config(n_embd=32, n_head=2, n_layer=2, n_positions=16, vocab_size=64, attn_pdrop=0.0, resid_pdrop=0.0,
+                                embd_pdrop=0.0, use_cache=False, attn_implementation="sdpa"))  # fmt: skip
+
+
+def _whole_vit():
+    from transformers import ViTConfig, ViTModel
+
+    return ViTModel(ViTConfig(**_small(image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)))
+
+
+def _whole_convnext():
+    from transformers import ConvNextConfig, ConvNextModel
+
+    return ConvNextModel(ConvNextConfig(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1], patch_size=2))
+
+
+WHOLE: dict[str, Callable] = {
+    "llama": _whole_llama,
+    "bert": _whole_bert,
+    "gpt2": _whole_gpt2,
+    "vit": _whole_vit,
+    "convnext": _whole_convnext,
+}
+
+
+def whole(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model of two layers in training mode, and the keyword arguments of one call."""
+    torch.manual_seed(0)
+    module = WHOLE[name]().train()
+    if name in ("vit", "convnext"):
+        return module, {"pixel_values": torch.randn(2, 3, 8, 8)}
+    tokens = torch.randint(0, 64, (2, 6))
+    return module, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}

@@ -37,3 +37,87 @@ def test_default_backend_is_eager_on_a_cpu(name):
     module, inputs = make(name)
     got, wanted = results(fusejit.jit(module), module, inputs), results(module, module, inputs)
     assert_close(got, wanted, rtol=0, atol=0)
+
+
+def tiny(name):
+    """A whole model of Hugging Face with two layers and random weights, and its token ids."""
+    import transformers
+
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
+    configs = {
+        "llama": lambda: transformers.LlamaConfig(**small, max_position_embeddings=64),
+        "bert": lambda: transformers.BertConfig(**small, max_position_embeddings=64),
+        "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99, n_positions=64),
+    }
+    config = configs[name]()
+    config._attn_implementation = "sdpa"
+    return transformers.AutoModel.from_config(config).eval(), torch.arange(16).reshape(2, 8)
+
+
+@pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
+def test_whole_models_in_mode_ast(name):
+    model, ids = tiny(name)
+    jitted = fusejit.jit(model, backend="eager", fullgraph=True)
+    options = {} if name == "bert" else {"use_cache": False}
+    assert_close(jitted(ids, **options).last_hidden_state, model(ids, **options).last_hidden_state)
+    found = jitted.specialisation(ids, **options)
+    assert not found.fallbacks
+    jitted(ids, **options).last_hidden_state.sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "pooler" not in name)
+
+
+def test_a_cache_that_is_a_pytree():
+    import transformers
+    from torch.utils import _pytree
+
+    cache = transformers.DynamicCache
+    if cache not in _pytree.SUPPORTED_NODES:
+        _pytree.register_pytree_node(
+            cache,
+            lambda value: ([(layer.keys, layer.values) for layer in value.layers], None),
+            lambda pairs, _: cache(list(pairs)),
+        )
+    model, ids = tiny("llama")
+    with torch.no_grad():
+        got, wanted = fusejit.jit(model, backend="eager", fullgraph=True)(ids, use_cache=True), model(ids, use_cache=True)
+    assert_close(got.last_hidden_state, wanted.last_hidden_state)
+    for one, other in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+        assert_close((one.keys, one.values), (other.keys, other.values))
+
+
+def test_a_subclass_with_tensor_ifs():
+    import transformers
+
+    class Gate(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            if x.abs().mean() > 0.8:
+                x = x * 0.5
+            elif x.max() < 0:
+                return x
+            return self.inner(x)
+
+    class Model(transformers.LlamaModel):
+        def __init__(self, config):
+            super().__init__(config)
+            for layer in self.layers:
+                layer.mlp = Gate(layer.mlp)
+
+        def forward(self, ids, **kwargs):
+            hidden = super().forward(ids, **kwargs).last_hidden_state
+            return hidden if hidden.mean() > 0 else -hidden
+
+    plain, ids = tiny("llama")
+    model = Model(plain.config).eval()
+    jitted = fusejit.jit(model, backend="eager", fullgraph=True)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.2 * (seed + 1))
+        assert_close(jitted(ids, use_cache=False), model(ids, use_cache=False))
+    found = jitted.specialisation(ids, use_cache=False)
+    assert not found.fallbacks and len(found.control) >= 3
+    jitted(ids, use_cache=False).sum().backward()

@@ -90,7 +90,7 @@ def test_sharing(backend):
 
 def test_errors(backend, caplog):
     def f(x):
-        if x.sum() > 0:
+        if x.sum().item() > 0:
             return x
         return -x
 
@@ -98,8 +98,8 @@ def test_errors(backend, caplog):
     x = torch.ones(3)
     assert torch.equal(j(x), x)
     assert torch.equal(j(-x), x)
-    assert j.cache_info().fallbacks == 1, j.cache_info()
-    with pytest.raises(fusejit.CaptureError, match="if x.sum\\(\\) > 0:"):
+    assert j.cache_info().fallbacks, j.cache_info()
+    with pytest.raises(fusejit.CaptureError, match="if x.sum\\(\\).item\\(\\) > 0:"):
         jit(f, backend=backend, fullgraph=True)(x)
     k = KeyError("z")
 
@@ -176,8 +176,8 @@ def test_options():
     for wrong in ({"capture_mode": "x"}, {"jit_level": 2}, {"backend": "cuda"}, {"numerics": "slow"}, {"fullgraph": 1}, {"dynamic": 2}):
         with pytest.raises(ValueError, match="choose one of"):
             jit(torch.sin, **wrong)
-    with pytest.raises(NotImplementedError, match="bytecode"):
-        jit(torch.sin, capture_mode="bytecode")
+    with pytest.raises(NotImplementedError, match="dynamic"):
+        jit(torch.sin, dynamic=True)
 
 
 def test_disable(monkeypatch):

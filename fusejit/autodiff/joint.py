@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..capture.trace import LOCK
 from .bridge import Differentiable
 from .partition import partition
 
@@ -40,6 +41,7 @@ class Built:
         forward: the forward Program; differentiable: its gradients, or None.
         notes: what runs another way than compiled, and why.
         mutates: the graph changes some of its inputs.
+        regions: the compiled regions that the Programs call (see region.py), kept alive.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
@@ -49,6 +51,7 @@ class Built:
     wrapped_backward: Any = None
     notes: list[tuple[str, str]] = field(default_factory=list)
     mutates: bool = False
+    regions: list[Any] = field(default_factory=list)
 
     def backward(self) -> Any:
         """The backward Program, compiled now for tangents as traced if it was not needed yet; None without gradients."""
@@ -155,6 +158,7 @@ def lift_constants(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, 
                 )
             else:
                 made = graph.placeholder(f"constant_{len(constants)}")
+                made.meta["val"] = value
                 constants.append(value)
                 (last[-1].append if last else next(iter(graph.nodes)).prepend)(made)
                 last.append(made)
@@ -187,24 +191,32 @@ def build(
         compiler: called for each functional graph; its errors come out unchanged.
         decompositions: {overload: function} applied below autograd.
     """
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # 2.4 s of import: only when something is compiled
-
     core, views = split_views(graph)
     core, constants = lift_constants(core)
-    stack = contextlib.ExitStack()
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()  # before inference_mode(False), which switches gradients on
-    with stack, capture_quietly(), torch.inference_mode(False), torch.set_grad_enabled(grad):
-        given = fake_inputs([*inputs, *constants])
-        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(given[0].fake_mode)) if given else contextlib.nullcontext())  # type: ignore[attr-defined]
-        joint = aot_export_joint_with_descriptors(
-            stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
-        )
+    with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.set_grad_enabled(grad):
+        joint, given = trace_joint(core, [*inputs, *constants], decompositions, stack)
         built = route(joint, given, compiler)
     if constants:
         built.run = with_constants(built.run, constants)
     if views is not None:
         built.run = with_views(built.run, type(views).forward.__get__(views))
     return built
+
+
+def trace_joint(core: torch.fx.GraphModule, inputs: Sequence[Tensor], decompositions: dict, stack: contextlib.ExitStack) -> Any:
+    """AOTAutograd's joint graph and metadata, and the fake inputs; both are good until `stack` is left."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # 2.4 s of import: only when something is compiled
+
+    stack.enter_context(capture_quietly())
+    given = fake_inputs(inputs)
+    if given:
+        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(given[0].fake_mode)))  # type: ignore[attr-defined]
+    with LOCK:  # torch marks a running trace in a global that other threads' traces would spoil
+        joint = aot_export_joint_with_descriptors(
+            stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
+        )
+    return joint, given
 
 
 @contextlib.contextmanager
@@ -280,6 +292,8 @@ def wrapped(joint: Any, compiler: Compiler, graphs: dict[str, Any], reason: str,
     def compile_half(stage: str) -> Callable:
         def compiled(module: torch.fx.GraphModule, _: Any) -> Boxed:
             module = flat_graph(module)
+            if stage == "forward":
+                keep_changed(module, joint._aot_state.fw_metadata)
             graphs[stage] = module
             half, restore = drop_none(module)
             programs[stage] = compiler(half, placeholder_values(half), stage)
@@ -295,6 +309,22 @@ def wrapped(joint: Any, compiler: Compiler, graphs: dict[str, Any], reason: str,
     if not boxed:
         run = lambda inputs: function(inputs)  # noqa: E731
     return Built(run, graphs, programs["forward"], None, programs.get("backward"), [("torch's runtime wrappers", reason)], mutates)
+
+
+def keep_changed(module: torch.fx.GraphModule, metadata: Any) -> None:
+    """Save copies of inputs that are changed in place: the wrappers write the new values before the backward reads the old ones."""
+    graph = module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    changed = {node for node, info in zip(inputs, metadata.input_info) if info.mutates_data}
+    output, first = graph.output_node(), next(node for node in graph.nodes if node.op != "placeholder")
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in output.all_input_nodes:
+        if node in changed:
+            with graph.inserting_before(first):
+                copies[node] = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copies[node].meta.update(node.meta)
+    output.args = torch.fx.node.map_arg(output.args, lambda node: copies.get(node, node))
+    module.recompile()
 
 
 class Boxed:

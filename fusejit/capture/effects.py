@@ -10,20 +10,19 @@ attribute, container or global it changed, put back and reported (`Recorder.rest
 
 Reads are seen by replacing `__getattribute__` of `nn.Module`, and of the class of every plain object that is reached, while
 the capture lasts; globals by looking at the code of each user function that runs. Other threads see the originals' behaviour.
-Not seen: class attributes that are written, `obj.__dict__[...]` of a module, containers nested deeper than `DEPTH`.
+Also read, in the functions and classes that are reached: code, defaults, attributes and special methods. Not seen: class attributes that
+are written or reached through `type(obj)`, `obj.__dict__[...]` of a module, containers nested deeper than `DEPTH`, `os.environ`.
 """
 
 from __future__ import annotations
 
 import argparse
-import dis
 import functools
 import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -31,12 +30,9 @@ import torch
 
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
+from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
+from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, freeze, refill, same_items
 
-DEPTH = 4
-"""How deep lists, tuples, dicts and sets are followed and compared."""
-WIDTH = 1000
-"""The most elements of one container that are followed."""
-CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = {
     "_forward_hooks": "a forward hook",
@@ -45,77 +41,16 @@ HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
 }
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-REFUSED_CALLS: dict[Any, str] = {print: "print", input: "input"}
-
-
-@dataclass(slots=True)
-class Read:
-    """One value that the capture read.
-
-    `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell.
-    """
-
-    how: str
-    table: Any
-    name: str
-    value: Any
-    section: str = ""
-    snapshot: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """A write that the captured function makes each time in eager and that the captured graph does not make."""
-
-    target: str
-    action: str
-    line: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.target} was {self.action}" + (f" at {self.line}" if self.line else "")
-
-
-def freeze(value: Any, depth: int = DEPTH, before: Mapping[int, Any] = MappingProxyType({})) -> Any:
-    """Copy containers to the stated depth, so that a later change shows; everything else is kept as it is.
-
-    `before` gives, by id, the old contents of containers that have been changed since.
-    """
-    if not depth or not isinstance(value, CONTAINERS):
-        return value
-    value = before.get(id(value), value)
-    if isinstance(value, dict):
-        return {key: freeze(item, depth - 1, before) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return frozenset(value)
-    return [freeze(item, depth - 1, before) for item in value]
-
-
-@functools.cache
-def global_names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the attribute chains rooted at globals that a code object loads, and the globals that it stores."""
-    loads: dict[tuple[str, ...], None] = {}
-    stores: dict[str, None] = {}
-    chain: tuple[str, ...] = ()
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            chain = (step.argval,)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
-            chain = (*chain, step.argval)
-        elif step.opname in ("CACHE", "PRECALL", "EXTENDED_ARG"):
-            continue
-        else:
-            chain = ()
-            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                stores[step.argval] = None
-        if chain:
-            loads[chain] = None
-    return tuple(loads), tuple(stores)
+ONCE = "it would run once, while capturing, and not again; move it outside the jitted function"
+REFUSED_CALLS: dict[Any, Any] = {print: ("print", ONCE + ", or use fusejit.print, which prints on every call"), input: ("input", ONCE)}
+APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
 
 
 class Recorder:
     """Records reads and writes of one thread between `__enter__` and `__exit__`; one at a time in a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, rewrite: Callable | None = None) -> None:
+        self.rewrite = rewrite
         self.reads: dict[tuple[int, str, str], Read] = {}
         self.sources: dict[int, Read] = {}
         self.writes: dict[tuple[int, str], str] = {}
@@ -125,6 +60,8 @@ class Recorder:
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
         self.cells: list[tuple[types.CellType, Any]] = []
+        self.scopes: set[int] = set()
+        self.window = False
         self.stores: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.patched: list[tuple[type, str, Any]] = []
         self.profiling = False
@@ -164,13 +101,25 @@ class Recorder:
         missing: Any = getattr(cls, "__getattr__", None)
 
         def getattribute(obj: Any, name: str) -> Any:
-            value = get(obj, name)
+            try:
+                value = get(obj, name)
+            except AttributeError:
+                if missing is None and ident() == recorder.owner:
+                    recorder.note_absent(obj, name)
+                raise
             if ident() == recorder.owner and not recorder.silent and not name.startswith("__"):
                 recorder.note(obj, name, value)
+                if name == "forward" and recorder.rewrite is not None and isinstance(obj, torch.nn.Module):
+                    return recorder.rewrite(value, obj)
             return value
 
         def getattr_missing(obj: Any, name: str) -> Any:
-            value = missing(obj, name)
+            try:
+                value = missing(obj, name)
+            except AttributeError:
+                if ident() == recorder.owner:
+                    recorder.note_absent(obj, name)
+                raise
             if ident() == recorder.owner and not recorder.silent:
                 recorder.note_missing(obj, name, value)
             return value
@@ -191,16 +140,11 @@ class Recorder:
 
     def patch_apply(self) -> None:
         """Refuse `autograd.Function`s whose own backward the graph would lose."""
-        original: Any = torch.autograd.Function.__dict__["apply"].__func__
         recorder = self
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == recorder.owner and torch.is_grad_enabled():
-                differentiable = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in (*args, *kwargs.values()))
-                if differentiable:
-                    name = f"{cls.__name__} (a torch.autograd.Function)"
-                    raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here())
-            return original(cls, *args, **kwargs)
+            refuse_backward(cls, (*args, *kwargs.values()) if threading.get_ident() == recorder.owner else ())
+            return APPLY(cls, *args, **kwargs)
 
         self.replace(torch.autograd.Function, "apply", classmethod(apply))
 
@@ -208,24 +152,31 @@ class Recorder:
         """Profile hook: look at the globals of each user function as it starts; refuse calls that a graph cannot repeat."""
         if event == "call":
             code = frame.f_code
+            if code is APPLY.__code__:  # through a name that was bound to it before the capture
+                refuse_backward(frame.f_locals["cls"], (*frame.f_locals["args"], *frame.f_locals["kwargs"].values()))
             if code in self.codes:
                 return
             self.codes.add(code)
             if kind(code.co_filename) != "torch":
-                self.scan(code, frame.f_globals)
+                names = frame.f_locals if code.co_freevars else {}
+                self.scan(code, frame.f_globals, {name: names[name] for name in code.co_freevars if name in names})
         elif event == "c_call" and type(arg) is types.BuiltinFunctionType and arg in REFUSED_CALLS and not self.silent:
             if kind(frame.f_code.co_filename) == "torch":
                 return
-            reason = "it would run once, while capturing, and not again; move it outside the jitted function"
-            raise Unsupported(REFUSED_CALLS[arg], reason, frame_line(frame))
+            op, reason = REFUSED_CALLS[arg]
+            raise Unsupported(op, reason, frame_line(frame))
 
     # Recording reads.
 
     def add(self, how: str, table: Any, name: str, value: Any, section: str = "") -> None:
         key = (id(table), section or how, name)
-        if key in self.reads or self.written(how, table, name, value, section):
+        if key in self.reads:
             return
-        read = self.reads[key] = Read(how, table, name, value, section, freeze(value, before=self.before))
+        written = self.written(how, table, name, value, section)
+        if written and not self.window:
+            return
+        before = MappingProxyType({}) if self.window else self.before
+        read = self.reads[key] = Read(how, table, name, value, section, freeze(value, before=before), written)
         self.watched.setdefault(id(table), table)
         if isinstance(value, torch.Tensor):
             self.sources.setdefault(id(value), read)
@@ -264,14 +215,41 @@ class Recorder:
 
     def note_class(self, obj: Any, table: dict[str, Any], name: str) -> None:
         """Record that `name` came from the object's class, and that the object has none of its own."""
-        for cls in type(obj).__mro__:
+        order = type(obj).__mro__
+        for place, cls in enumerate(order):
             if name in cls.__dict__:
                 users = not cls.__module__.startswith("torch.") and cls is not object
                 if users or name == "forward":
                     self.add("absent", table, name, None)
                 if users:
-                    self.add("item", cls.__dict__, name, cls.__dict__[name])
+                    self.add("item", class_table(cls), name, cls.__dict__[name])
+                for nearer in order[:place]:
+                    if users_class(nearer):
+                        self.add("absent", class_table(nearer), name, None)
                 return
+
+    def note_special(self, cls: type) -> None:
+        """Record the special methods of a user's class (`__call__`, `__getitem__`, ...), which Python looks up past `__getattribute__`."""
+        own = {(owner, name) for owner, name, _ in self.patched}
+        for owner in filter(users_class, cls.__mro__):
+            for name, value in list(owner.__dict__.items()):
+                special = name.startswith("__") and type(value) is types.FunctionType and name not in ("__init__", "__new__")
+                if special and (owner, name) not in own:
+                    self.add("item", class_table(owner), name, value)
+
+    def note_absent(self, obj: Any, name: str) -> None:
+        """Record that an object has no attribute `name`, which the function asked for (`hasattr`, `getattr` with a default)."""
+        if self.silent or name.startswith("__") or id(obj) in self.ignored:
+            return
+        self.silent += 1
+        try:
+            table = getattr(obj, "__dict__", None)
+            if type(table) is dict:
+                sections = [table[section] for section in TABLES if section in table] if isinstance(obj, torch.nn.Module) else []
+                for holder in (table, *sections, *[class_table(cls) for cls in type(obj).__mro__ if users_class(cls)]):
+                    self.add("absent", holder, name, None)
+        finally:
+            self.silent -= 1
 
     def note_missing(self, obj: Any, name: str, value: Any) -> None:
         """Record a read that went through `__getattr__`: a module's parameter, buffer or submodule, or a class's own rule."""
@@ -287,24 +265,38 @@ class Recorder:
         finally:
             self.silent -= 1
 
-    def scan(self, code: types.CodeType, scope: dict[str, Any]) -> None:
-        """Record the globals that a code object loads, and what they hold now for those that it stores."""
+    def scan(self, code: types.CodeType, scope: dict[str, Any], free: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Record the globals that a code object loads (`free`: its closure variables), and what those hold now that it stores."""
         self.silent += 1
         try:
             loads, stores = global_names(code)
             for name in stores:
                 self.stores.setdefault((id(scope), name), (scope, name, scope.get(name, MISSING)))
             for *path, name in loads:
-                table: Any = scope
+                table: Any = free if (path or [name])[0] in free else scope
+                holder: Any = None
                 for part in path:
-                    holder = table.get(part, MISSING)
-                    table = holder.__dict__ if followable(holder) else {}
-                if name in table:
-                    value = table[name]
-                    if not (isinstance(value, types.ModuleType) and kind(getattr(value, "__file__", None) or "<user>") == "torch"):
-                        self.add("item", table, name, value)
+                    holder = table.get(part, MISSING) if isinstance(table, Mapping) else getattr(table, part, MISSING)
+                    table = holder if isinstance(holder, types.ModuleType) else class_table(holder) if followable(holder) else {}
+                if table is not free:
+                    self.scan_name(table, name)
         finally:
             self.silent -= 1
+
+    def scan_name(self, table: Any, name: str) -> None:
+        """Record one name: of a scope, a class or a module."""
+        if isinstance(table, types.ModuleType):
+            if torch_state(table) and hasattr(table, name) and type(getattr(table, name)) in LEAVES:
+                self.add("attribute", table, name, getattr(table, name))
+            value = vars(table).get(name)
+            if type(value) is types.FunctionType and value in STATE:
+                self.add("call", value, name, value())
+            table = vars(table) if followable(table) else {}
+        self.scopes.add(id(table))
+        if name in table:
+            value = table[name]
+            if not (isinstance(value, types.ModuleType) and kind(getattr(value, "__file__", None) or "<user>") == "torch"):
+                self.add("item", table, name, value)
 
     # Following values.
 
@@ -316,35 +308,45 @@ class Recorder:
         self.watched[id(value)] = value
         if isinstance(value, torch.nn.Module):
             self.snapshot_object(value)
+            self.note_special(kind_of)
         elif kind_of is types.FunctionType:
             self.watch_function(value)
         elif kind_of is types.MethodType:
             self.watch(value.__self__)
             self.watch(value.__func__)
         elif kind_of is functools.partial:
-            self.watch(value.func)
-            self.watch(value.args)
-            self.watch(value.keywords)
+            for name in ("func", "args", "keywords"):
+                self.add("attribute", value, name, getattr(value, name))
         elif isinstance(value, CONTAINERS):
             self.watch_container(value, depth)
-        elif not isinstance(value, (type, torch.Tensor, types.ModuleType, types.BuiltinFunctionType)):
+        elif isinstance(value, type):
+            self.watch_class(value)
+        elif not isinstance(value, (torch.Tensor, types.ModuleType, types.BuiltinFunctionType)):
             self.watch_object(value)
 
     def watch_function(self, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue
-            self.cells.append((cell, value))
-            self.add("cell", cell, name, value)
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.watch(default)
-        if hasattr(function, "__wrapped__"):
-            self.watch(function.__wrapped__)
+            if full(cell):
+                self.cells.append((cell, cell.cell_contents))
+                self.add("cell", cell, name, cell.cell_contents)
+        if kind(function.__code__.co_filename) == "user":
+            self.keep(vars(function), function.__name__)
+            self.add("attribute", function, "__code__", function.__code__)
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, name):
+                self.add("attribute", function, name, getattr(function, name))
+        for name, value in list(vars(function).items()):
+            self.add("item", vars(function), name, value)
         if not self.profiling and kind(function.__code__.co_filename) != "torch" and function.__code__ not in self.codes:
             self.codes.add(function.__code__)
-            self.scan(function.__code__, function.__globals__)
+            cells = zip(function.__code__.co_freevars, function.__closure__ or ())
+            self.scan(function.__code__, function.__globals__, {name: cell.cell_contents for name, cell in cells if full(cell)})
+
+    def watch_class(self, cls: type) -> None:
+        """Compare all that a class of the user's holds: Python lets no one see which of it is read."""
+        for table in map(class_table, filter(users_class, cls.__mro__)):
+            for name in [name for name in table if not name.startswith("__")]:
+                self.add("item", table, name, table[name])
 
     def watch_container(self, value: Any, depth: int) -> None:
         if isinstance(value, (list, dict, set, deque)):
@@ -368,6 +370,7 @@ class Recorder:
                 return  # Python's own objects (loggers, locks): not state of a model
             if hasattr(value, "__dict__"):
                 self.snapshot_object(value)
+            self.note_special(cls)
             known = any(base is other for other, name, _ in self.patched for base in cls.__mro__ if name == "__getattribute__")
             if not known and not self.patch(cls) and type(getattr(value, "__dict__", None)) is dict:
                 for name, item in list(vars(value).items()):
@@ -404,7 +407,7 @@ class Recorder:
             if not same_items(holder, before):
                 found.extend(self.describe(holder, before, owner))
                 refill(holder, before)
-        for cell, value in self.cells:
+        for cell, value in {id(cell): (cell, value) for cell, value in reversed(self.cells)}.values():  # as each was met first
             if cell.cell_contents is not value:
                 found.append(Effect("a closure variable", "set"))
                 cell.cell_contents = value
@@ -420,59 +423,20 @@ class Recorder:
     def describe(self, holder: Any, before: Any, owner: str) -> list[Effect]:
         if not isinstance(holder, dict):
             return [Effect(f"a {owner}" if owner == type(holder).__name__ else owner, "changed")]
-        names = [name for name in {**before, **holder} if holder.get(name, MISSING) is not before.get(name, MISSING)]
+        names = [name for name in {**before, **holder} if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)]
         lines = {name: line for (_, name), line in self.writes.items()}
         return [Effect(f"{owner}.{name}", "set" if name in holder else "deleted", lines.get(name, "")) for name in names]
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "<missing>"
+LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter,
+                    torch.dtype, torch.device, torch.Size, range, slice})  # fmt: skip
 
 
-MISSING = _Missing()
-LEAVES = frozenset(
-    {
-        int,
-        float,
-        bool,
-        str,
-        bytes,
-        complex,
-        type(None),
-        torch.Tensor,
-        torch.nn.Parameter,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        range,
-        slice,
-    }
-)
-
-
-def followable(value: Any) -> bool:
-    """Whether attributes of a global are followed by name: the user's modules and classes."""
-    if isinstance(value, types.ModuleType):
-        return kind(getattr(value, "__file__", None) or "<user>") != "torch"
-    return isinstance(value, type) and kind(getattr(sys.modules.get(value.__module__), "__file__", None) or "<user>") != "torch"
-
-
-def same_items(holder: Any, before: Any) -> bool:
-    """Whether a container holds the very same objects as before."""
-    if len(holder) != len(before):
-        return False
-    if isinstance(holder, dict):
-        return all(holder.get(name, MISSING) is value for name, value in before.items())
-    if isinstance(holder, set):
-        return bool(holder == before)
-    return all(one is other for one, other in zip(holder, before))
-
-
-def refill(holder: Any, before: Any) -> None:
-    """Give a container its old contents back, in place."""
-    holder.clear()
-    (holder.extend if isinstance(holder, (list, deque)) else holder.update)(before)
+def refuse_backward(cls: type, given: tuple) -> None:
+    """Refuse an `autograd.Function` where its own backward would matter: the graph has only torch's."""
+    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
+        name = f"{cls.__name__} (a torch.autograd.Function)"
+        raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here(), False)
 
 
 def here() -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .effects import CONTAINERS, Read
+from .reads import CONTAINERS, Read
 from .trace import Captured
 
 Tensor = torch.Tensor
@@ -126,11 +126,11 @@ class Guards:
     Attributes:
         lifted: `lifted(leaves) -> list of tensors | None`.
         source: its Python text, for explain().
-        count: number of conditions.
+        count: number of conditions. writer: what wrote them, to say later which one failed (see reasons.py).
     """
 
     def __init__(self, captured: Captured) -> None:
-        writer = Writer(captured)
+        self.writer = writer = Writer(captured)
         self.source, scope = writer.write()
         self.count = writer.count
         exec(compile(self.source, f"<guards of {captured.name or 'function'}>", "exec"), scope)
@@ -145,8 +145,11 @@ class Writer:
         self.captured = captured
         self.scope: dict[str, Any] = {}
         self.names: dict[int, str] = {}
+        self.constants: dict[tuple[type, Any], str] = {}
         self.count = 0
         self.conditions: list[str] = []
+        self.guarded: list[tuple[str, Read]] = []
+        self.keys = [tensor_key(value) for value in captured.lifted]
 
     def pin(self, value: Any) -> str:
         """Return the name under which the function knows an object."""
@@ -162,6 +165,8 @@ class Writer:
             return f"{self.pin(read.table)}[{read.section!r}][{read.name!r}]"
         if read.how == "cell":
             return f"{self.pin(read.table)}.cell_contents"
+        if read.how == "call":
+            return f"{self.pin(read.table)}()"
         if read.how == "attribute":
             return f"{self.pin(read.table)}.{read.name}" if read.name.isidentifier() else f"getattr({self.pin(read.table)}, {read.name!r})"
         return f"{self.pin(read.table)}[{read.name!r}]"
@@ -192,9 +197,12 @@ class Writer:
         arguments = {id(value): index for value, index in captured.same}
         for read in recorder.reads.values():
             if id(read.value) in arguments and isinstance(read.value, Tensor):
-                self.conditions.append(f"{self.expression(read)} is leaves[{captured.positions[arguments[id(read.value)]]}]")
-            elif (text := self.condition(read)) is not None:
+                text: str | None = f"{self.expression(read)} is leaves[{captured.positions[arguments[id(read.value)]]}]"
+            else:
+                text = self.condition(read)
+            if text is not None:
                 self.conditions.append(text)
+                self.guarded.append((text, read))
         lines = ["def check(leaves):", "    try:"]
         for start in range(0, len(self.conditions), 16):
             lines.append(f"        if not ({' and '.join(self.conditions[start : start + 16])}): return None")
@@ -226,10 +234,10 @@ class Writer:
 
     def constant(self, value: Any) -> str:
         """Pin a value once for all equal ones."""
-        for name, known in self.scope.items():
-            if type(known) is type(value) and known == value:
-                return name
-        return self.pin(value)
+        name = self.constants.get((type(value), value))
+        if name is None:
+            name = self.constants[type(value), value] = self.pin(value)
+        return name
 
 
 def equal(now: Any, then: Any) -> bool:

@@ -100,6 +100,18 @@ def error_line(error: BaseException) -> str:
     return shorten(best or library)
 
 
+def error_lines(error: BaseException) -> list[str]:
+    """Return the user's lines in an exception's traceback, the outermost first; of the one that it was made from, if there is one."""
+    traceback = (error.__cause__ or error).__traceback__
+    found = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if kind(code.co_filename) == "user" and code.co_filename != "<string>":  # which torch makes of its own wrappers
+            found.append(shorten(stack_entry(code.co_filename, traceback.tb_lineno, code.co_name)))
+        traceback = traceback.tb_next
+    return found
+
+
 def raised_by_user(error: BaseException) -> bool:
     """Whether the exception was raised in the user's own Python, rather than by torch under it."""
     traceback = error.__traceback__

@@ -31,20 +31,21 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError, Unsupported
 from . import tree
-from .effects import Effect, Recorder
-from .lines import error_line, frame_entry, frame_line, raised_by_user, user_frame
+from .arguments import check_arguments, refuse_tensor
+from .effects import Recorder
+from .generators import numpy_state, restore_generators
+from .identity import check_identities
+from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame, user_line
+from .ordered import OPS as ORDERED
+from .reads import Effect
+from .transforms import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
 
 Tensor = torch.Tensor
 LOCK = threading.RLock()
 """One capture at a time: it replaces attribute methods of classes that all threads share."""
 LOCAL = threading.local()
 
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 WAY_OUT = "keep it outside the jitted function, or compute it with tensor ops"
-
-
-class ArgumentError(CaptureError, TypeError):
-    """An argument whose type a jitted function cannot take."""
 
 
 @dataclass(slots=True)
@@ -52,14 +53,16 @@ class Captured:
     """A captured function.
 
     Attributes:
-        graph: module of the graph; inputs: argument tensors, then lifted tensors; output: a flat tuple of tensors.
+        graph: module of the graph; inputs: argument tensors, then lifted tensors; output: a flat tuple of tensors, the last perhaps
+            a token that no one reads (see ordered.py).
         positions: for each argument tensor of the graph, its index among the flattened arguments' leaves.
         lifted: the other tensors, in the order of their placeholders.
         outputs: for each leaf of the result, its index in the graph's output, or `Constant(value)`.
         structure: of the result (see tree.py).
         same: (tensor, i): closed-over tensors that were the same object as argument tensor i.
-        effects, reads, sources: see effects.py.
+        effects, recorder: see effects.py. met: what `lifted` was before its tensors became constants.
         inference: entered `torch.inference_mode` somewhere; its ops run under no_grad.
+        regions: the `Regions` of the capture, or None.
     """
 
     graph: torch.fx.GraphModule
@@ -71,6 +74,8 @@ class Captured:
     effects: list[Effect]
     recorder: Recorder
     name: str
+    met: tuple[Tensor, ...] = ()
+    regions: Any = None
 
     def unflatten(self, results: Any) -> Any:
         """Build the function's result from the tensors that the graph returned."""
@@ -85,10 +90,6 @@ class Constant:
     value: Any
 
 
-class Retrace(BaseException):
-    """The body uses a functorch transform, which needs tracing below autograd."""
-
-
 def active() -> bool:
     """Whether this thread is inside a capture."""
     return getattr(LOCAL, "recorder", None) is not None
@@ -97,6 +98,11 @@ def active() -> bool:
 def recorder() -> Recorder:
     """The recorder of the capture that this thread is in."""
     return LOCAL.recorder
+
+
+def entry_of(frame: Any) -> str:
+    """The traceback entry of an op: of the user's frame, or the one that a graph which is traced again knows (see bytecode.py)."""
+    return getattr(LOCAL, "entry", "") or frame_entry(frame)
 
 
 # Functions of torch that a graph cannot repeat: what the user calls them.
@@ -133,33 +139,86 @@ DATA = T.data.__get__
 class Tracing(TorchFunctionMode):
     """Sees each torch call of the body first: replaces real tensors by inputs of the graph, notes the user's line, refuses what is lost."""
 
-    def __init__(self, fake_mode: Any, plain: bool, stop: Any) -> None:
+    def __init__(self, fake_mode: Any, stop: Any) -> None:
         super().__init__()
-        self.fake_mode, self.plain, self.stop = fake_mode, plain, stop
+        self.fake_mode, self.stop = fake_mode, stop
         self.twins: dict[int, Any] = {}
         self.arguments: dict[int, int] = {}
         self.lifted: list[tuple[Tensor, torch.fx.Node]] = []
+        self.placed: dict[int, torch.fx.Node] = {}  # inputs that only regions have read: without a twin
         self.same: list[tuple[Tensor, int]] = []
-        self.inference = torch.is_inference_mode_enabled()
-        self.last_frame: str = ""
+        self.mode: Any = None
+        self.grad = False
+        self.token: Tensor | None = None
+
+    def follow(self, mode: Any) -> None:
+        """Record through a proxy mode, from the present grad mode on."""
+        keep = mode.__torch_dispatch__
+
+        def record(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            self.note_grad()
+            if func not in MAKES_CONSTANT:  # a tensor that only a transform's own code has touched
+                args, kwargs = self.replace(args), self.replace(kwargs)
+            return keep(func, (), args, kwargs)
+
+        self.mode, self.grad = mode, torch.is_grad_enabled()
+        follow_levels(mode, record)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         import torch.fx.traceback as fx_traceback  # the module's attribute `current_meta` is replaced now and then
 
-        frame = user_frame(sys._getframe(1), self.stop)
-        if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None):
+        caller = sys._getframe(1)
+        frame = user_frame(caller, self.stop)
+        if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None) and not of_transform(caller):
             op, reason = REFUSED[func]
-            raise Unsupported(op, f"{reason}; {WAY_OUT}", frame_line(frame))
-        if torch._C._functorch.maybe_current_level() is not None and not self.plain and not keeps_count(func):
-            raise Retrace
-        fx_traceback.current_meta["stack_trace"] = frame_entry(frame)
-        if torch.is_inference_mode_enabled() is not self.inference:
-            self.note_inference()
+            raise Unsupported(op, f"{reason}; {WAY_OUT}", shorten(entry_of(frame)))
+        fx_traceback.current_meta["stack_trace"] = entry_of(frame)
+        if func is torch._C._set_grad_enabled and self.traces_here() or is_level_change(func):
+            with torch._C.DisableTorchFunction():  # the graph keeps what became of it: see note_grad, and transforms.py
+                return func(*self.replace(args), **(kwargs or {}))
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            if transforming():
+                raise Unsupported(f"{func._name} under torch.func", "a function of functions cannot be followed there", frame_line(frame))
+            if self.traces_here():
+                self.note_grad()
         if func == DATA:
             func = T.detach
+        if func in ORDERED:
+            return self.thread(func, self.replace(args), frame_line(frame))
         if kwargs:
             return func(*self.replace(args), **{name: self.replace(value) for name, value in kwargs.items()})
         return func(*self.replace(args))
+
+    def thread(self, func: Any, args: tuple, line: str) -> Tensor:
+        """Call an op with an effect after the one before it; the last token becomes an output of the graph."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        if getattr(get_proxy_mode(), "tracer", None) is not self.mode.tracer:
+            raise Unsupported(f"{func} inside a branch that is a graph of its own", "it would be lost; move it behind the branch", line)
+        made: Tensor = func(self.token, *args[1:])
+        while torch._C._functorch.is_functorch_wrapped_tensor(made):  # a token is older than every transform
+            made = torch._C._functorch.get_unwrapped(made)
+        self.token = made
+        return made
+
+    def traces_here(self) -> bool:
+        """Whether ops go into this trace now, and not into the trace of a branch or a loop body."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        return get_proxy_mode() is self.mode
+
+    def take(self, leaves: list[Any]) -> list[int]:
+        """Give each argument tensor a fake twin; returns where among the leaves they are."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        positions: list[int] = []
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.twins:
+                with torch.inference_mode(False):
+                    self.twins[id(leaf)] = leaf if isinstance(leaf, FakeTensor) else self.fake_mode.from_tensor(leaf)
+                self.arguments[id(leaf)] = len(positions)
+                positions.append(number)
+        return positions
 
     def replace(self, value: Any) -> Any:
         """Replace real tensors in (nested lists of) arguments by their fake twins."""
@@ -187,31 +246,45 @@ class Tracing(TorchFunctionMode):
 
     def lift(self, value: Tensor) -> Tensor:
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
-        refuse_tensor(value, "a closed-over tensor")
-        if self.plain and value.requires_grad and torch.is_grad_enabled():
-            raise Unsupported("a torch.func transform", "cannot be differentiated from outside; call it under torch.no_grad()")
-        mode: Any = get_proxy_mode()
-        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.inference_mode(False):
+        with torch._C.DisableTorchFunction():  # or looking at it would make an input of it before it is one
+            refuse_tensor(value, "a closed-over tensor")
+        bare = contextlib.ExitStack()
+        for state in (torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), disable_proxy_modes_tracing()):
+            bare.enter_context(state)
+        with bare, unset_fake_temporarily(), torch.inference_mode(False):
             fake = self.fake_mode.from_tensor(value)
         assert isinstance(fake, FakeTensor)
-        proxy = mode.tracer.create_proxy("placeholder", f"lifted_{len(self.lifted)}", (), {})
-        with torch._C.DisableTorchFunction():
-            track_tensor_tree(fake, proxy, constant=None, tracer=mode.tracer)
-        self.lifted.append((value, proxy.node))
+        tracer = self.mode.tracer
+        node = self.placed.pop(id(value), None) or self.place(value, tracer)
+        with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
+            track_tensor_tree(fake, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
         return fake
 
-    def note_inference(self) -> None:
-        """Write the entering and leaving of inference mode, which torch's tracing does not see, as changes of grad mode."""
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    def place(self, value: Tensor, tracer: Any) -> torch.fx.Node:
+        """Give a real tensor an input of the graph."""
+        node = tracer.create_node("placeholder", f"lifted_{len(self.lifted)}", (), {})
+        self.lifted.append((value, node))
+        return node
 
-        self.inference = torch.is_inference_mode_enabled()
-        mode: Any = get_proxy_mode()
-        mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (torch.is_grad_enabled(),), {})
+    def note_grad(self) -> None:
+        """Write a change of grad mode before the op that it matters to: of autograd outside all transforms, inference mode included."""
+        now = torch.is_grad_enabled()
+        if now is not self.grad:
+            self.grad = now
+            self.mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (now,), {})
 
 
-def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = ()) -> Captured:
+def capture(
+    fn: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    name: str = "",
+    watch: tuple = (),
+    rewrite: Callable | None = None,
+    regions: Callable | None = None,
+) -> Captured:
     """Trace `fn(*args, **kwargs)` without computing anything.
 
     Args:
@@ -219,6 +292,8 @@ def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", w
         args, kwargs: real tensors (or fake ones) and Python values, nested in any pytree.
         name: how messages call the function.
         watch: objects whose attribute reads matter besides `fn` (a method's `self`).
+        rewrite: makes of `fn`, and of (the `forward` that a module reads, the module), what is run instead; `fn` itself is watched.
+        regions: makes what sees the calls of repeated blocks (see regions.py); None captures every call in place.
 
     Raises:
         Unsupported: something in the body cannot be captured; names the user's line.
@@ -229,25 +304,21 @@ def capture(fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", w
     structure = tree.flatten((args, kwargs), leaves)
     check_arguments(structure, leaves)
     with LOCK:
-        try:
-            return trace_once(fn, structure, leaves, name, watch, plain=False)
-        except Retrace:
-            if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-                reason = "its gradient from outside would be lost; call the jitted function under torch.no_grad()"
-                raise Unsupported("a torch.func transform inside a jitted function", reason) from None
-            return trace_once(fn, structure, leaves, name, watch, plain=True)
+        return trace_once(fn, structure, leaves, name, watch, rewrite, regions)
 
 
-def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, plain: bool) -> Captured:
+def trace_once(
+    fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, rewrite: Callable | None, regions: Callable | None
+) -> Captured:
     """Run the body once; whatever happens, put the user's objects back."""
-    watcher = LOCAL.recorder = Recorder()
+    watcher = LOCAL.recorder = Recorder(rewrite)
     generators = random.getstate(), numpy_state()
     seeded = torch.get_rng_state()
     error: BaseException | None = None
     try:
         for item in (fn, *watch, *leaves):
             watcher.watch(item)
-        captured = run_body(fn, structure, leaves, name, plain, watcher)
+        captured = run_body(fn if rewrite is None else rewrite(fn), structure, leaves, name, watcher, regions)
     except BaseException as raised:  # put back in order below, whatever it was
         error = raised
     finally:
@@ -262,15 +333,17 @@ def trace_once(fn: Callable, structure: Any, leaves: list[Any], name: str, watch
         raise made
     if generators[0] != random.getstate() or generators[1] != numpy_state():
         restore_generators(generators)
-        raise Unsupported("Python's or numpy's random numbers", "would be frozen into the graph; use torch's, or pass them as arguments")
+        reason = "would be frozen into the graph; use torch's, or pass them as arguments"
+        raise Unsupported("Python's or numpy's random numbers", reason, in_python=False)  # Dynamo has streams of its own
     if not torch.equal(seeded, torch.get_rng_state()):  # fake tensors draw nothing, so the body has set it
         torch.set_rng_state(seeded)
-        raise Unsupported("torch.manual_seed inside a jitted function", "it would take effect at capture only; call it outside")
+        reason = "it would take effect at capture only; call it outside"
+        raise Unsupported("torch.manual_seed inside a jitted function", reason, in_python=False)
     captured.effects = effects
     return captured
 
 
-def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: bool, watcher: Recorder) -> Captured:
+def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher: Recorder, regions: Callable | None) -> Captured:
     """The trace itself: fake inputs, make_fx, and the graph put in order."""
     import torch.fx.traceback as fx_traceback
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -278,52 +351,41 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, plain: 
 
     modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
     fake_mode = modes.pop() if modes else FakeTensorMode()
-    tracing = Tracing(fake_mode, plain, None)
+    tracing = Tracing(fake_mode, None)
+    blocks = regions and regions(tracing, watcher)
+    positions = tracing.take(leaves)
+    fakes = [tracing.twins[id(leaves[position])] for position in positions]
     result: list[Any] = []
-    positions: list[int] = []
-    fakes: list[Tensor] = []
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and id(leaf) not in tracing.twins:
-            with torch.inference_mode(False):
-                fake = leaf if isinstance(leaf, FakeTensor) else fake_mode.from_tensor(leaf)
-            tracing.arguments[id(leaf)] = len(fakes)
-            tracing.twins[id(leaf)] = fake
-            positions.append(number)
-            fakes.append(fake)
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         stand_in = dict(zip(tracing.arguments, inputs))
         mode: Any = get_proxy_mode()
         watcher.ignored.add(id(mode.tracer.root))
+        tracing.follow(mode)
         values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree.unflatten(structure, iter(values))
-        with tracing, watcher:  # inside the trace: fx replaces nn.Module.__getattr__ too
+        with tracing, watcher, blocks or contextlib.nullcontext():  # inside the trace: fx replaces nn.Module.__getattr__ too
             out = fn(*args, **kwargs)
-            if torch.is_inference_mode_enabled() is not tracing.inference:
-                tracing.note_inference()
+            tracing.note_grad()
             check_unchanged((args, kwargs), structure, values)
+            check_identities(fn, out, (args, kwargs))
             flat: list[Any] = []
             result.append(tree.flatten(out, flat))
             flat = [tracing.replace(item) for item in flat]
         result.append(flat)
-        return tuple(item for item in flat if isinstance(item, Tensor))
+        tensors = [item for item in flat if isinstance(item, Tensor)]
+        return tuple(tensors if tracing.token is None else [*tensors, tracing.token])
 
     tracing.stop = body.__code__
-    with capture_state(), fake_mode, fx_traceback.preserve_node_meta():
+    with capture_state(), fake_mode, outside_levels(fake_mode), fx_traceback.preserve_node_meta():
         fx_traceback.current_meta.pop("stack_trace", None)
-        module = make_fx(body, tracing_mode="real", pre_dispatch=not plain)(*fakes)
+        module = make_fx(body, tracing_mode="real", pre_dispatch=True)(*fakes)
+    if blocks:
+        blocks.finish(module)
     order_graph(module, [node for _, node in tracing.lifted])
     lifted = tuple(value for value, _ in tracing.lifted)
     outputs = sort_outputs(result[1])
-    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name)
-
-
-def keeps_count(func: Any) -> bool:
-    """Whether a function only enters or leaves a functorch transform: held back, its level would stay on torch's stack.
-
-    torch 2.11 shows these to torch function modes in every pre-dispatch trace, later versions only while exporting.
-    """
-    return getattr(func, "__module__", "") == "torch._functorch.predispatch" and func.__name__.endswith(("_nesting", "_dual_level"))
+    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name, regions=blocks)
 
 
 @contextlib.contextmanager
@@ -347,7 +409,7 @@ def capture_state() -> Iterator[None]:
 
 
 def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> None:
-    """Put lifted inputs behind the arguments, drop grad-mode switches without effect, refuse tensors that lost their origin."""
+    """Put lifted inputs behind the arguments, drop switches of gradients without effect, refuse tensors that lost their origin."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     graph = module.graph
@@ -357,15 +419,22 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
     anchor = next(node for node in graph.nodes if node not in inputs and node not in moved)
     for node in (*inputs, *moved):
         anchor.prepend(node)
-    current, pending = torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), None
+    for node in graph.nodes:
+        value = getattr(module, str(node.target)) if node.op == "get_attr" else None
+        if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+            reason = "a tensor made there cannot be followed through the graph"
+            raise Unsupported(
+                "a step outside torch's tracing", reason, next((line for user in node.users if (line := user_line(user))), "")
+            )
+    drop_switches(graph, torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
+    graph.lint()
+    module.recompile()
+
+
+def drop_switches(graph: torch.fx.Graph, current: bool) -> None:
+    """Drop switches of gradients on and off that change nothing, from a graph that starts in the state `current`."""
+    pending = None
     for node in list(graph.nodes):
-        if node.op == "get_attr":
-            value = getattr(module, str(node.target))
-            if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-                reason = "a tensor made there cannot be followed through the graph"
-                raise Unsupported(
-                    "a step outside torch's tracing", reason, next((line for user in node.users if (line := node_line(user))), "")
-                )
         if node.target is torch._C._set_grad_enabled:
             if pending is not None:
                 graph.erase_node(pending)
@@ -376,14 +445,6 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
             else:
                 current = pending.args[0]
             pending = None
-    graph.lint()
-    module.recompile()
-
-
-def node_line(node: torch.fx.Node) -> str:
-    from .lines import user_line
-
-    return user_line(node)
 
 
 OUTPUT_VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), type)
@@ -409,53 +470,18 @@ def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
 def check_unchanged(now: Any, structure: Any, values: list[Any]) -> None:
     """Refuse a body that changed a container among its arguments: the caller would not see it."""
     leaves: list[Any] = []
-    same = tree.flatten(now, leaves) == structure and len(leaves) == len(values)
+    plain = tree.flatten(tree.unflatten(structure, iter(values)), [])  # what is marked `mutable` is plain inside
+    same = tree.flatten(now, leaves) == plain and len(leaves) == len(values)
     if not same or any(one is not other for one, other in zip(leaves, values)):
         raise Unsupported("changing a list, dict or dataclass that is an argument", "the caller would not see it; return the new one")
 
 
-# Arguments.
-
-
-def refuse_tensor(value: Tensor, what: str) -> None:
-    """Raise for a tensor that is no plain strided one."""
-    if type(value) not in PLAIN_TYPES and not isinstance(value, torch.nn.Parameter):
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        if not isinstance(value, FakeTensor):
-            raise Unsupported(f"{what} of type {type(value).__name__}", "tensor subclasses run eagerly")
-    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
-        raise Unsupported(f"{what} with layout {value.layout}", "only strided tensors are captured")
-
-
-def check_arguments(structure: Any, leaves: list[Any]) -> None:
-    """Refuse arguments that no capture can take, by name."""
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            refuse_tensor(leaf, f"argument {argument_name(structure, number)}")
-        elif type(leaf).__module__ == "numpy" and type(leaf).__name__ == "ndarray":
-            name = argument_name(structure, number)
-            raise ArgumentError(f"argument {name} is a numpy array: pass torch.from_numpy({name}) instead")
-        elif hasattr(type(leaf), "__next__"):
-            reason = "it can be read only once; pass a list or a tuple"
-            raise ArgumentError(f"argument {argument_name(structure, number)} is an iterator ({type(leaf).__name__}): {reason}")
-
-
-def argument_name(structure: Any, number: int) -> str:
-    """Name a leaf of (args, kwargs): ``args[0]`` or ``mask``."""
-    path = tree.paths(structure)[number]
-    if path.startswith("[0]"):
-        return "args" + path[3:]
-    keyword, _, rest = path[3:].partition("]")
-    return keyword.strip("['\"") + rest
-
-
-# Errors and states.
+# Errors.
 
 
 def explain_error(error: BaseException) -> BaseException:
     """Turn torch's own refusals into `Unsupported`; leave the user's exceptions as they are."""
-    if isinstance(error, (Unsupported, Retrace)) or not isinstance(error, Exception) or raised_by_user(error):
+    if isinstance(error, (Unsupported, CaptureError)) or not isinstance(error, Exception) or raised_by_user(error):
         return error
     name = type(error).__name__
     if name in DATA_DEPENDENT or "data-dependent" in str(error).lower():
@@ -465,20 +491,3 @@ def explain_error(error: BaseException) -> BaseException:
 
 DATA_DEPENDENT = frozenset({"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"})
 DATA_DEPENDENT_WAY_OUT = "use torch.where (or masks) instead of `if`, `.item()`, boolean indexing or nonzero, or move it outside"
-
-
-def numpy_state() -> Any:
-    """numpy's global random state as something comparable; None when numpy is not imported."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    name, keys, position, *rest = numpy.random.get_state()
-    return (name, keys.tobytes(), position, *rest)
-
-
-def restore_generators(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    if states[1] is not None:
-        numpy = sys.modules["numpy"]
-        name, keys, *rest = states[1]
-        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))

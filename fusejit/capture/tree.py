@@ -19,8 +19,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from .mutable import Mutable, Varying
+
 LEAF = None
 """The structure of a leaf."""
+KEYED = "keyed"
+"""What marks the structure of a call with keyword arguments: (KEYED, structure of (args, kwargs)); other calls have that of args."""
 
 ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, complex})
 
@@ -64,6 +68,8 @@ def flatten(value: Any, leaves: list[Any]) -> Any:
     if kind in _pytree.SUPPORTED_NODES:
         children, state = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
         return (Registered(kind, state), tuple([flatten(item, leaves) for item in children]))
+    if isinstance(value, Mutable):
+        return value.take_apart(leaves, flatten)
     if is_dataclass_value(value):
         names = tuple(field.name for field in dataclasses.fields(value))
         return (Fields(kind, names), tuple([flatten(getattr(value, name, None), leaves) for name in names]))
@@ -91,6 +97,8 @@ def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
         return kind(zip(structure[1], values))
     if kind is defaultdict:
         return defaultdict(structure[1], zip(structure[2], values))
+    if isinstance(kind, Varying):
+        return kind.build(values)
     if isinstance(kind, Registered):
         return _pytree.SUPPORTED_NODES[kind.cls].unflatten_fn(values, kind.state)
     if isinstance(kind, Fields):

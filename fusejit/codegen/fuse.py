@@ -63,6 +63,7 @@ class _Fusing:
         self.refused: dict[tuple[int, int], str] = {}
         self.twins: set[int] | None = None
         self.tails: dict[int, Cluster] = {}  # the second kernel of a step that mix made
+        self.barriers = [i for i, s in self.steps.items() if isinstance(s, Extern) and s.target == "fusejit.order.default"]
         for i, step in self.steps.items():
             for name in reads(step):
                 self.readers.setdefault(name, set()).add(i)
@@ -75,9 +76,11 @@ class _Fusing:
             self.above[i] = bits
 
     def before(self, i: int, step: Cluster | Extern) -> set[int]:
-        """Return the steps that must run before `step`: producers of what it reads, readers of what it overwrites."""
+        """Return the steps that must run before `step`: producers of what it reads, readers of what it overwrites, `depend`s."""
         parts = [step, *([self.tails[i]] if i in self.tails else [])]
         found = {self.producer[name] for part in parts for name in reads(part) if name in self.producer}
+        if isinstance(step, Extern):  # its effects, if it has any, are none of ours to know
+            found |= set([k for k in self.barriers if k < i][-1:])
         for name in (name for part in parts for name in writes(part)):
             target = self.lowered.buffers[name].written_to
             found |= self.readers.get(target, set()) if target else set()

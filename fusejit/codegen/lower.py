@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..errors import Unsupported
-from .cluster import Cluster, Expr, Load, Store, cast, load, view
+from .cluster import Cluster, Expr, Load, Store, cast, load, postorder, view
 from .decompose import short
 from .layout import Layout, contiguous, expand, strided
 from .ops import POINTWISE, RULES, STORAGE, lower_pointwise
@@ -63,7 +63,10 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Extern:
-    """A call of a torch op. `outputs` are buffer names (None: unused); `several` says that the op returns a sequence."""
+    """A call of a torch op, or of another Program. `outputs` are buffer names (None: unused); `several`: the op returns a sequence.
+
+    `pins`: results may share memory with operands or each other, so that no kernel may write over either.
+    """
 
     target: str
     args: tuple[Any, ...]
@@ -72,6 +75,7 @@ class Extern:
     several: bool
     line: str
     pins: bool = False
+    program: Any = field(default=None, compare=False)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -169,15 +173,48 @@ class Lowering:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         names = [self.placeholder(n, given) for n, given in zip(placeholders, self.given, strict=True)]
         outputs: tuple[Any, ...] = ()
+        changes: list[Node] = []
         for node in graph.nodes:
             if node.op == "output":
+                self.write_back(changes, [n for n in node.all_input_nodes if n not in changes])
                 outputs = torch.fx.node.map_arg(tuple(node.args[0]), self.ref)
+            elif node in fused and short(node.target) == "copy_.default":
+                changes.append(node)
             elif node.op == "call_function":
                 self.values[node] = self.lowered(node) if node in fused else self.extern(node)
                 self.maybe_store(node, wanted.get(node, ""))
             elif node.op == "get_attr":
                 raise Unsupported(str(node.target), "a constant tensor inside the graph", line_of(node))
         return Lowered(self.buffers, tuple(names), tuple(self.steps), outputs, self.reasons)
+
+    def write_back(self, changes: list[Node], results: list[Node]) -> None:
+        """Change inputs in place, each after the last reader of its old value; what changes need of each other is stored first."""
+        targets = {node.args[0].name for node in changes}
+        for node in results:
+            value, fake = self.values[node], node.meta.get("val")
+            if isinstance(fake, torch.Tensor) and targets & self.loaded(node) and as_ref(value, self.buffers) is None:
+                self.values[node] = self.store(value, fake, node, "an output that looks at a changed input")
+        needs = [self.loaded(node.args[1]) & targets - {node.args[0].name} for node in changes]
+        readers: dict[str, set[int]] = {name: {i for i, reads in enumerate(needs) if name in reads} for name in set().union(*needs)}
+        waiting = dict(enumerate(changes))
+        while waiting:
+            free = [i for i, node in waiting.items() if not readers.get(node.args[0].name)]
+            for i in free:
+                self.values[waiting[i]] = self.lowered(waiting[i])
+                del waiting[i]
+            done = free
+            if not free:  # they need each other, as in a swap
+                done = [next(i for i in waiting if needs[i])]
+                source = changes[done[0]].args[1]
+                self.values[source] = self.store(self.values[source], source.meta["val"], source, "an in-place change that others need")
+            for i in done:
+                for name in needs[i]:
+                    readers[name].discard(i)
+                needs[i] = set()
+
+    def loaded(self, node: Node) -> set[str]:
+        """The buffers that a value is still to be computed from."""
+        return {n.buffer for n in postorder([self.values[node]]) if isinstance(n, Load)}
 
     def placeholder(self, node: Node, given: Any) -> str | None:
         if not isinstance(given, torch.Tensor):
@@ -256,6 +293,8 @@ class Lowering:
         token: tuple[Value, ...] = ()
         if target is torch.ops.higher_order.with_effects:  # an op with an effect, kept in its place by a token that it takes and returns
             token, target, given, fake = (self.values[given[0]],), given[1], given[2:], tuple(fake)[1 : 1 + len(given[1]._schema.returns)]
+        if target in PROGRAMS:
+            return self.call_program(node, PROGRAMS[target])
         if not isinstance(target, torch._ops.OpOverload):
             raise Unsupported(str(target), "no graph of ATen ops can hold it", line)
         args, kwargs = torch.fx.node.map_arg((given, options), self.ref)
@@ -273,6 +312,37 @@ class Lowering:
         values = tuple(None if b is None else self.whole(b) for b in made)
         return (*token, *values) if several else values[0]
 
+    def call_program(self, node: Node, find: Callable[[Sequence[Any], list[tuple[int, ...]]], tuple[str, Any]]) -> Value:
+        """Call another Program with the operands in the layouts that it was compiled for."""
+        operands = [operand for part in node.args if isinstance(part, (tuple, list)) for operand in part]
+        given = [self.ref(operand) for operand in operands]
+        name, program = find(node.args, [self.buffers[r.buffer].strides if r.shape is None else r.strides for r in given])
+        ready = [
+            ref if wanted is None else self.in_layout(operand, ref, program.buffers[wanted])
+            for operand, ref, wanted in zip(operands, given, program.inputs, strict=True)
+        ]
+        made = [self.taken(v) for v in node.meta["val"]]
+        named = [ref.buffer for ref in refs(program.outputs)]
+        pins = len({*named}) < len(named) or not {*named}.isdisjoint(program.inputs)
+        self.steps.append(Extern(name, (tuple(ready),), (), tuple(b.name for b in made), True, line_of(node), pins, program))
+        self.owned.add(node)
+        return tuple(self.whole(b) for b in made)
+
+    def in_layout(self, node: Node, ref: Ref, wanted: Buffer) -> Ref:
+        """Return an operand with the strides of `wanted`: itself, or a copy."""
+        strides = self.buffers[ref.buffer].strides if ref.shape is None else ref.strides
+        if 0 in wanted.shape or all(a == b or n == 1 for n, a, b in zip(wanted.shape, strides, wanted.strides, strict=True)):
+            return ref
+        made = self.buffer(wanted.shape, wanted.strides, wanted.dtype, wanted.device)
+        if made.strides != wanted.strides:
+            raise Unsupported(
+                short(node.target), f"a region takes it with the strides {wanted.strides}, which no kernel writes", line_of(node)
+            )
+        self.reasons[made.name] = "the layout that a region takes"
+        value = Store(made.name, made.layout, cast(self.expr(node), wanted.dtype), wanted.dtype)
+        self.steps.append(Cluster.build(made.shape, (), [value], self.lines(node)))
+        return Ref(made.name)
+
     def taken(self, fake: torch.Tensor) -> Buffer:
         """Make the buffer that an extern call returns, with whatever strides torch gives it."""
         made = Buffer(f"b{len(self.buffers)}", tuple(fake.shape), fake.stride(), fake.dtype, fake.device)
@@ -285,6 +355,8 @@ def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule]) ->
     return Lowering(inputs, rules).run(module.graph)
 
 
+PROGRAMS: dict[Any, Callable] = {}
+"""{op: (arguments, strides of its tensors) -> (name, Program)}: ops that stand for calls of Programs; filled by autodiff/region.py."""
 CHECKS: dict[str, Callable[[Node], bool]] = {}  # rule name -> whether the rule can take this call; filled by rules.py
 
 

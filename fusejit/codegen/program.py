@@ -57,7 +57,22 @@ class Program:
 
     @property
     def externs(self) -> tuple[Extern, ...]:
-        return tuple(s for s in self.steps if isinstance(s, Extern))
+        """Calls of torch's ops."""
+        return tuple(s for s in self.steps if isinstance(s, Extern) and s.program is None)
+
+    @property
+    def calls(self) -> tuple[Extern, ...]:
+        """Calls of other Programs."""
+        return tuple(s for s in self.steps if isinstance(s, Extern) and s.program is not None)
+
+    @property
+    def called(self) -> list[Program]:
+        """Every Program that a call of this one runs, itself left out, the innermost first."""
+        found: dict[int, Program] = {}
+        for step in self.calls:
+            for program in (*step.program.called, step.program):
+                found.setdefault(id(program), program)
+        return list(found.values())
 
     @cached_property
     def call(self) -> Callable[[list[Any]], Sequence[Any]]:
@@ -70,31 +85,37 @@ class Program:
     @cached_property
     def source(self) -> str:
         """The whole program as Python text."""
+        parts, names = [*self.called, self], self._names
+        launchers = _launchers([k for part in parts for k in part.kernels])
         shown = [
             {
                 **{f: getattr(k, f) for f in ("name", "source", "grid", "num_warps", "num_stages", "debug", "fp_fusion")},
                 "variable": variable, "ops": k.ops, "constants": dict(k.constants),
                 "params": _repeated(k.params), "aligned": _repeated((True,) * len(k.params)),
             }
-            for k, variable in self._launchers.values()
+            for k, variable in launchers.values()
         ]  # fmt: skip
         doc = f"{self.launches} launches, {len(self.externs)} extern calls. Written by fusejit; runs by itself."
-        lines = [line for step in self.steps for line in self._lines(step)]
-        names = [name or f"unused{i}" for i, name in enumerate(self.inputs)]
+        functions = [
+            {"name": names[id(part)], "lines": [line for step in part.steps for line in part._lines(step, launchers, names)],
+             "inputs": [name or f"unused{i}" for i, name in enumerate(part.inputs)]}
+            for part in parts
+        ]  # fmt: skip
         examples = [self._example(name) for name in self.inputs]
-        return _template("program").render(doc=doc, kernels=shown, inputs=names, lines=lines, examples=examples)
+        return _template("program").render(doc=doc, kernels=shown, functions=functions, examples=examples)
 
     @cached_property
-    def _launchers(self) -> dict[tuple[str, tuple[int, int, int]], tuple[Kernel, str]]:
-        """{(kernel, grid): (kernel, variable)}: one kernel may be launched with several grids."""
-        found: dict[tuple[str, tuple[int, int, int]], tuple[Kernel, str]] = {}
-        for k in self.kernels:
-            if (k.name, k.grid) not in found:
-                again = sum(name == k.name for name, _ in found)
-                found[k.name, k.grid] = k, f"{k.name}_{again + 1}" if again else k.name
-        return found
+    def _names(self) -> dict[int, str]:
+        """The function of each Program in the source, by id: `call` is this one."""
+        found: dict[int, str] = {}
+        for owner in [*self.called, self]:
+            for step in owner.calls:
+                if id(step.program) not in found:
+                    again = sum(name.rpartition("__")[0] == step.target or name == step.target for name in found.values())
+                    found[id(step.program)] = f"{step.target}__{again + 1}" if again else step.target
+        return found | {id(self): "call"}
 
-    def _lines(self, step: Step) -> list[str]:
+    def _lines(self, step: Step, launchers: dict[Any, tuple[Kernel, str]], names: dict[int, str]) -> list[str]:
         match step:
             case Alloc(buffer, ""):
                 options = f"dtype={buffer.dtype}, device={self._device(buffer.device)}"
@@ -102,13 +123,23 @@ class Program:
             case Alloc(buffer, reuse):
                 return [f"{buffer.name} = {reuse}  # in place"]
             case Launch(kernel, arguments):
-                return [f"{self._launchers[kernel.name, kernel.grid][1]}({', '.join(arguments)})"]
-            case Free(names):
-                return [f"del {', '.join(names)}"]
+                return [f"{launchers[kernel.name, kernel.grid][1]}({', '.join(arguments)})"]
+            case Free(dead):
+                return [f"del {', '.join(dead)}"]
             case Return(values):
                 return [f"return ({', '.join(map(self._text, values))}{',' if values else ''})"]
         assert isinstance(step, Extern)
-        return self._extern(step)
+        return self._extern(step) if step.program is None else self._called(step, names[id(step.program)])
+
+    def _called(self, step: Extern, name: str) -> list[str]:
+        """A call of another Program; its results are laid out anew only where they are known to differ from what was traced."""
+        lines = [f"{', '.join(map(str, step.outputs))}, = {name}({self._text(step.args[0])})" + (f"  # {step.line}" if step.line else "")]
+        for output, ref in zip(step.outputs, step.program.outputs, strict=True):
+            buffer = self.buffers[str(output)]
+            given = step.program.buffers[ref.buffer].strides if ref.shape is None else ref.strides
+            if 0 not in buffer.shape and any(a != b and n != 1 for n, a, b in zip(buffer.shape, given, buffer.strides, strict=True)):
+                lines.append(f"{output} = laid_out({output}, {buffer.shape}, {buffer.strides})")
+        return lines
 
     def _extern(self, step: Extern) -> list[str]:
         arguments = [self._text(a) for a in step.args] + [f"{k}={self._text(v)}" for k, v in step.kwargs]
@@ -150,6 +181,16 @@ class Program:
 def _repeated(values: tuple[Any, ...]) -> str:
     """Spell a tuple; a long one of equal values as a product."""
     return f"({values[0]!r},) * {len(values)}" if len(values) > 12 and len(set(values)) == 1 else repr(values)
+
+
+def _launchers(kernels: Sequence[Kernel]) -> dict[tuple[str, tuple[int, int, int]], tuple[Kernel, str]]:
+    """{(kernel, grid): (kernel, variable)}: one kernel may be launched with several grids."""
+    found: dict[tuple[str, tuple[int, int, int]], tuple[Kernel, str]] = {}
+    for k in kernels:
+        if (k.name, k.grid) not in found:
+            again = sum(name == k.name for name, _ in found)
+            found[k.name, k.grid] = k, f"{k.name}_{again + 1}" if again else k.name
+    return found
 
 
 def verify(steps: Sequence[Step], lowered: Lowered) -> None:

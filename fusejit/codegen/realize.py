@@ -48,7 +48,7 @@ def is_alias(node: Node) -> bool:
     if node.op != "call_function":
         return False
     piece = node.target is operator.getitem and any(short(n.target) in SPLITS for n in node.all_input_nodes)
-    return piece or short(node.target) in ALIASES or short(node.target) in SPLITS
+    return piece or short(node.target) in (*ALIASES, *SPLITS, "as_strided.default")
 
 
 def worth_a_buffer(value: Expr, shape: tuple[int, ...], readers: int) -> str:

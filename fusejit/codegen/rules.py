@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .cluster import Cluster, Expr, Load, Store, cast, compute, const, iota, load, random, reduction, rewrite, view
+from .cluster import Cluster, Expr, Load, Store, cast, compute, const, iota, load, postorder, random, reduction, rewrite, view
 from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
 from .layout import Affine, Reshape, contiguous, permute, slice_, strided
-from .lower import CHECKS, Extern, Lowering, Rule
+from .lower import CHECKS, Buffer, Extern, Lowering, Rule
 from .ops import DTYPES, OPS
 from .size import product
 
@@ -354,6 +354,8 @@ def _copy_(low: Lowering, node: Node) -> Expr:
     target, source = node.args[:2]
     buffer = low.buffers[target.name]
     value = cast(low.expr(source, target.meta["val"].shape), buffer.dtype)
+    if product(buffer.shape) and _reads_elsewhere(value, buffer):
+        value = low.store(value, target.meta["val"], node, "read elsewhere in an input that the graph changes")
     made = replace(buffer, name=f"b{len(low.buffers)}", written_to=buffer.name)  # with the input's very strides, holes and all
     low.buffers[made.name] = made
     low.reasons[made.name] = "an in-place change of an input"
@@ -361,6 +363,12 @@ def _copy_(low: Lowering, node: Node) -> Expr:
         low.steps.append(Cluster.build(buffer.shape, (), [Store(made.name, made.layout, value, buffer.dtype)], low.lines(node)))
     low.owned.add(node)
     return low.whole(made)
+
+
+def _reads_elsewhere(value: Expr, own: Buffer) -> bool:
+    """Whether a new value of an input needs old ones other than the very element that it replaces; `write_back` orders other inputs."""
+    old = [n for n in postorder([value]) if isinstance(n, Load) and n.buffer == own.name]
+    return any(n.index or n.layout != own.layout for n in old)
 
 
 def _split(low: Lowering, node: Node) -> Any:

@@ -31,7 +31,14 @@ def simplify(module: GraphModule) -> GraphModule:
             seen[key] = made
         new[node] = made
     graph.eliminate_dead_code(lambda n: n.target is torch.ops.aten.copy_.default or n.op in ("placeholder", "output"))
-    return GraphModule(module, graph)
+    return unwritten(graph, module)
+
+
+def unwritten(graph: Graph, root: torch.nn.Module | None = None) -> GraphModule:
+    """A graph's module whose Python is written only if somebody runs or prints it: fx takes longer for it than all passes together."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule  # absent from torch.fx's own names in 2.11 to 2.13
+
+    return _LazyGraphModule(torch.nn.Module() if root is None else root, graph)
 
 
 def _key(node: Node) -> object | None:

@@ -10,9 +10,12 @@ In: the graph of a capture. Out: a function of its input tensors that returns th
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import torch
+
+from ..capture.cut import Region
 
 
 def eager(graph: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -21,7 +24,7 @@ def eager(graph: torch.fx.GraphModule) -> Callable[..., Any]:
     A graph that enters autocast or switches gradients on and off puts both back when an op in it raises.
     """
     function = type(graph).forward.__get__(graph)
-    if not any(node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) for node in graph.graph.nodes):
+    if not switches(graph):
         return function
 
     def guarded(*inputs: torch.Tensor) -> Any:
@@ -34,6 +37,15 @@ def eager(graph: torch.fx.GraphModule) -> Callable[..., Any]:
             raise
 
     return guarded
+
+
+def switches(graph: torch.fx.GraphModule) -> bool:
+    """Whether anything in a graph, or in a region that it calls, may change the state of torch."""
+    targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+    return any(
+        switches(target.graph) if isinstance(target, Region) else not isinstance(target, torch._ops.OpOverload) and target is not getitem
+        for target in targets
+    )
 
 
 def autocast_state() -> list[tuple[str, bool, torch.dtype]]:

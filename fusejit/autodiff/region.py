@@ -1,0 +1,337 @@
+"""Regions in a joint graph: a block's graph is differentiated and compiled once, and called as one op wherever the block stood.
+
+In: a captured graph with calls of `Region`s (capture/cut.py). Out: the same graph with calls that trace to two ops, one forward and
+one backward, whose Programs the lowering finds by their keys; a region that cannot be compiled apart is put back in place.
+
+    %region = call_function[target=fusejit.region](args = ([%x, %weight], 'c04f/interpret/O2/fast', 3))
+    %region_backward = call_function[target=fusejit.region_backward](args = ([%weight, %saved], [%tangent], 'c04f/interpret/O2/fast|1', 3))
+
+A Program of a region is kept as long as a specialisation holds it, and serves every model whose blocks have the same graph.
+The two ops are opaque to partitioning: what the region saves goes from its forward to its backward, and nothing is computed twice
+across its boundary. Inputs that the region saves as they are stay the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..capture.cut import Region, Spec, autocast_state, put_back
+from ..codegen.lower import PROGRAMS, dense
+from ..codegen.realize import base
+from ..errors import FusejitError, Unsupported
+from .bridge import Differentiable
+from .joint import Compiler, flat_graph, lift_constants, placeholder_values, trace_joint, why_wrapped
+from .partition import Halves, partition
+
+Tensor = torch.Tensor
+LIBRARY = torch.library.Library("fusejit", "FRAGMENT")
+RANDOM = (torch.Tag.nondeterministic_seeded,)
+"""Equal calls are never merged: the block may draw random numbers."""
+LIBRARY.define("region(Tensor[] inputs, str key, int call) -> Tensor[]", tags=RANDOM)
+LIBRARY.define("region_backward(Tensor[] saved, Tensor[] tangents, str key, int call) -> Tensor[]", tags=RANDOM)
+FORWARD, BACKWARD = torch.ops.fusejit.region.default, torch.ops.fusejit.region_backward.default
+CALLS = itertools.count()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Compiled:
+    """A region's Programs.
+
+    Attributes:
+        forward: inputs to results and saved tensors. gradient: the backward, or None where nothing requires grad.
+        outputs: fake results and saved tensors of the forward; results: how many of them are results.
+        saved: for each tensor the backward reads: ("input", i), ("result", i) or ("made", i), the place among what the forward returns.
+        inner: regions that this one calls.
+    """
+
+    key: str
+    region: Region
+    forward: Any
+    gradient: Differentiable | None
+    outputs: tuple[Tensor, ...]
+    results: int
+    saved: tuple[tuple[str, int], ...] = ()
+    inner: list[Compiled] = field(default_factory=list)
+
+
+COMPILED: weakref.WeakValueDictionary[str, Compiled] = weakref.WeakValueDictionary()
+
+
+@dataclass(slots=True)
+class Toolchain:
+    """What compiles a region: `compiler` for functional graphs, decompositions, a rewrite of captured graphs; `flavour` names all three.
+
+    notes: (region, why) of what stays in place. spent_ms: milliseconds that compiling regions took; backwards, compiled when needed, not.
+    """
+
+    compiler: Compiler
+    decompositions: dict
+    rewrite: Callable[[GraphModule], GraphModule]
+    flavour: str
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    spent_ms: float = 0.0
+
+
+def call_regions(module: GraphModule, tools: Toolchain) -> tuple[GraphModule, list[Compiled]]:
+    """Compile the regions that a captured graph calls; returns the graph with opaque calls of them, and the regions."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    made = GraphModule(module, graph)
+    found: dict[Region, Compiled | None] = {}
+    waiting = [node for node in graph.nodes if isinstance(node.target, Region)]
+    while waiting:
+        node = waiting.pop(0)
+        region = node.target
+        if region not in found:
+            found[region] = compiled(region, tools)
+        known = found[region]
+        if known is None:
+            before = set(graph.nodes)
+            put_back(made, node)
+            waiting += [inner for inner in graph.nodes if inner not in before and isinstance(inner.target, Region)]
+        else:
+            node.target = Opaque(known)
+    made.recompile()
+    return made, [known for known in found.values() if known is not None]
+
+
+def compiled(region: Region, tools: Toolchain) -> Compiled | None:
+    """The compiled region, from an earlier compilation of an equal one if there is one; None, noted, where it has to stay in place."""
+    key = f"{region.key}/{tools.flavour}"
+    known = COMPILED.get(key)
+    if known is None:
+        start, before = time.perf_counter(), tools.spent_ms
+        try:
+            known = COMPILED[key] = compile_region(region, key, tools)
+        except (FusejitError, RuntimeError, ValueError, TypeError) as error:
+            reason = error.reason if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
+            tools.notes.append((region.name, reason))
+        tools.spent_ms = before + (time.perf_counter() - start) * 1e3  # inner regions included
+    return known
+
+
+# One region.
+
+
+def compile_region(region: Region, key: str, tools: Toolchain) -> Compiled:
+    """Trace a region's joint graph in the state in which it was captured, cut it in two and compile the forward.
+
+    Raises:
+        Unsupported: it changes an input, or its results share memory with one.
+    """
+    core, inner = call_regions(tools.rewrite(region.graph), tools)
+    core, constants = lift_constants(core)
+    if constants:
+        raise Unsupported(region.name, "it holds a constant tensor")
+    with contextlib.ExitStack() as stack, in_state(region):
+        joint, given = trace_joint(core, stand_ins(region.inputs), tools.decompositions, stack)
+        state = joint._aot_state
+        reason = why_wrapped(joint) or (any(info.mutates_data for info in state.fw_metadata.input_info) and "it changes an input in place")
+        if reason:
+            raise Unsupported(region.name, str(reason))
+        compiler = lambda module, inputs, stage: tools.compiler(module, inputs, f"{region.name}.{stage}")  # noqa: E731
+        made = finish(region, key, joint, compiler)
+    made.inner = inner
+    return made
+
+
+def finish(region: Region, key: str, joint: Any, compiler: Compiler) -> Compiled:
+    state, module = joint._aot_state, joint._aot_graph_capture.graph_module
+    count = len(region.outputs)
+    if not state.needs_autograd:
+        plain = flat_graph(module)
+        return Compiled(key, region, compiler(plain, placeholder_values(plain), "forward"), None, output_values(plain), count)
+    halves = partition(module, joint._aot_graph_capture.updated_flat_args, state.fw_metadata.num_outputs)
+    halves, saved = keep_inputs(halves)
+    requires_grad = [getattr(info, "requires_grad_for_backward", info.requires_grad) for info in state.fw_metadata.output_info]
+    program = compiler(halves.forward, placeholder_values(halves.forward), "forward")
+    gradient = Differentiable(halves, program, compiler, requires_grad)
+    return Compiled(key, region, program, gradient, output_values(halves.forward), count, saved)
+
+
+def output_values(module: GraphModule) -> tuple[Tensor, ...]:
+    return tuple(node.meta["val"] for node in module.graph.output_node().args[0])  # type: ignore[union-attr,misc]
+
+
+def keep_inputs(halves: Halves) -> tuple[Halves, tuple[tuple[str, int], ...]]:
+    """Take out of a forward's saved tensors what its caller has already: inputs, views of them (made again in the backward), results."""
+    output = halves.forward.graph.output_node()
+    values: list[Node] = list(output.args[0])  # type: ignore[arg-type]
+    inputs = [node for node in halves.forward.graph.nodes if node.op == "placeholder"]
+    targets = [node for node in halves.backward.graph.nodes if node.op == "placeholder"]
+    results, kept = values[: halves.results], values[: halves.results]
+    saved: list[tuple[str, int]] = []
+    for node, target in zip(values[halves.results :], targets):
+        root = base(node)
+        if root in inputs:
+            saved.append(("input", inputs.index(root)))
+            view_again(halves.backward.graph, node, root, target, targets[-1])
+        elif node in results:
+            saved.append(("result", results.index(node)))
+        else:
+            saved.append(("made", len(kept)))
+            kept.append(node)
+    output.args = (tuple(kept),)
+    halves.forward.recompile()
+    halves.backward.recompile()
+    return replace(halves, saved=len(saved)), tuple(saved)
+
+
+def view_again(graph: Graph, node: Node, root: Node, target: Node, last: Node) -> None:
+    """Let a backward start from an input where it read a view of it."""
+    if node is root:
+        return
+    chain = []
+    while node is not root:
+        chain.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    users = list(target.users)
+    names = {root: target}
+    with graph.inserting_before(last.next):
+        for link in reversed(chain):
+            names[link] = graph.node_copy(link, names.__getitem__)
+    for user in users:
+        user.replace_input_with(target, names[chain[0]])
+    target.meta["val"] = root.meta["val"]
+
+
+def stand_ins(specs: Sequence[Spec]) -> list[Tensor]:
+    """Fake inputs of a region: its own layouts, made dense where they overlap or leave holes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return [
+            torch.empty_strided(shape, laid(shape, stride), dtype=dtype, device=device).requires_grad_(grad)
+            for dtype, shape, stride, device, grad in specs
+        ]
+
+
+def laid(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    return tuple(stride) if dense(shape, stride) else tuple(torch.empty(shape, device="meta").stride())
+
+
+@contextlib.contextmanager
+def in_state(region: Region) -> Iterator[None]:
+    """The grad mode and autocast in which a region was captured."""
+    before = autocast_state()
+    try:
+        set_autocast(region.autocast)
+        with torch.inference_mode(False), torch.set_grad_enabled(region.grad):
+            yield
+    finally:
+        set_autocast(before)
+
+
+def set_autocast(state: tuple[tuple[str, bool, torch.dtype], ...]) -> None:
+    for kind, enabled, dtype in state:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+# The call.
+
+
+class Opaque:
+    """What stands for a region while a joint graph is traced: calls that become one op forward and one backward."""
+
+    def __init__(self, known: Compiled) -> None:
+        self.known = known
+        self.__name__ = self.__qualname__ = known.region.name
+        self.__module__ = "fusejit.region"
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        known, number = self.known, next(CALLS)
+        given = [restride(value, laid(spec[1], spec[2])) for value, spec in zip(inputs, known.region.inputs, strict=True)]
+        if known.gradient is not None and torch.is_grad_enabled():
+            return Crossing.apply(known, number, *given)
+        return tuple(FORWARD(given, known.key, number)[: known.results])
+
+
+def restride(value: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same tensor with the strides that a region was compiled for: itself in almost every case."""
+    if all(a == b or n == 1 for n, a, b in zip(value.shape, value.stride(), stride)) or 0 in value.shape:
+        return value
+    order = sorted(range(value.dim()), key=lambda d: (-stride[d], value.shape[d] == 1, d))
+    back = [order.index(d) for d in range(value.dim())]
+    return value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+class Crossing(torch.autograd.Function):
+    """A region's two ops as one differentiable call, seen only while tracing."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Compiled, number: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        assert known.gradient is not None
+        made = FORWARD(list(inputs), known.key, number)
+        places = {"input": inputs, "result": made, "made": made}
+        ctx.save_for_backward(*[places[how][place] for how, place in known.saved])
+        ctx.mark_non_differentiable(*[made[place] for place in known.gradient.fixed])
+        ctx.set_materialize_grads(False)
+        ctx.known, ctx.number = known, number
+        return tuple(made[: known.results])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        known: Compiled = ctx.known
+        assert known.gradient is not None
+        tangents = [gradient for gradient, grad in zip(gradients, known.gradient.requires_grad) if grad]
+        pattern = "".join("0" if tangent is None else "1" for tangent in tangents)
+        given = [tangent for tangent in tangents if tangent is not None]
+        found = BACKWARD(list(ctx.saved_tensors), given, f"{known.key}|{pattern}", ctx.number)
+        return (None, None, *[None if place is None else found[place] for place in known.gradient.halves.gradients])
+
+
+def fake_forward(inputs: list[Tensor], key: str, call: int) -> list[Tensor]:
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in COMPILED[key].outputs]
+
+
+def fake_backward(saved: list[Tensor], tangents: list[Tensor], key: str, call: int) -> list[Tensor]:
+    gradient = COMPILED[key.partition("|")[0]].gradient
+    assert gradient is not None
+    values = output_values(gradient.halves.backward)
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+
+
+torch.library.register_fake("fusejit::region", fake_forward, lib=LIBRARY)
+torch.library.register_fake("fusejit::region_backward", fake_backward, lib=LIBRARY)
+
+
+# What the lowering asks for.
+
+
+def forward_program(args: Sequence[Any], strides: list[tuple[int, ...]]) -> tuple[str, Any]:
+    """The Program of a forward call, and its name."""
+    known = COMPILED[args[1]]
+    return f"{known.region.name}_forward", known.forward
+
+
+def backward_program(args: Sequence[Any], strides: list[tuple[int, ...]]) -> tuple[str, Any]:
+    """The Program of a backward call for tangents of these strides, and its name."""
+    key, _, pattern = args[2].partition("|")
+    known = COMPILED[key]
+    gradient = known.gradient
+    assert gradient is not None
+    given = iter(strides[len(known.saved) :])
+    wanted: list[tuple[int, ...] | None] = []
+    for mark, traced, value in zip(pattern, gradient.traced, gradient.values[len(known.saved) :]):
+        stride = next(given) if mark == "1" else None
+        wanted.append(stride and tuple(t if n == 1 else s for n, s, t in zip(value.shape, stride, traced)))
+    program = gradient.program(tuple(wanted))
+    if program is None and None not in wanted:
+        program = gradient.backward_program()
+    if program is None:
+        raise Unsupported(known.region.name, "its gradients arrive in too many layouts")
+    return f"{known.region.name}_backward", program
+
+
+PROGRAMS[FORWARD] = forward_program
+PROGRAMS[BACKWARD] = backward_program

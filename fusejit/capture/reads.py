@@ -1,0 +1,90 @@
+"""What a capture read and wrote: the records of both, and containers as they were.
+
+In: a value that the function read. Out: a `Read` with a frozen copy of it, against which a guard compares later.
+
+    >>> freeze({"width": [1, 2]})
+    {'width': [1, 2]}
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+DEPTH = 4
+"""How deep lists, tuples, dicts and sets are followed and compared."""
+WIDTH = 1000
+"""The most elements of one container that are followed."""
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING = _Missing()
+
+
+@dataclass(slots=True)
+class Read:
+    """One value that the capture read.
+
+    `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell, call (`table()`).
+    `written`: the capture itself had put the value there, which only the calls of one capture can tell apart (see regions.py).
+    """
+
+    how: str
+    table: Any
+    name: str
+    value: Any
+    section: str = ""
+    snapshot: Any = None
+    written: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A write that the captured function makes each time in eager and that the captured graph does not make."""
+
+    target: str
+    action: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.target} was {self.action}" + (f" at {self.line}" if self.line else "")
+
+
+def freeze(value: Any, depth: int = DEPTH, before: Mapping[int, Any] = MappingProxyType({})) -> Any:
+    """Copy containers to the stated depth, so that a later change shows; everything else is kept as it is.
+
+    `before` gives, by id, the old contents of containers that have been changed since.
+    """
+    if not depth or not isinstance(value, CONTAINERS):
+        return value
+    value = before.get(id(value), value)
+    if isinstance(value, dict):
+        return {key: freeze(item, depth - 1, before) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    return [freeze(item, depth - 1, before) for item in value]
+
+
+def same_items(holder: Any, before: Any) -> bool:
+    """Whether a container holds the very same objects as before."""
+    if len(holder) != len(before):
+        return False
+    if isinstance(holder, dict):
+        return all(dict.get(holder, name, MISSING) is value for name, value in dict.items(before))  # a subclass may have a `get` of its own
+    if isinstance(holder, set):
+        return bool(holder == before)
+    return all(one is other for one, other in zip(holder, before))
+
+
+def refill(holder: Any, before: Any) -> None:
+    """Give a container its old contents back, in place."""
+    holder.clear()
+    (holder.extend if isinstance(holder, (list, deque)) else holder.update)(before)

@@ -1,0 +1,355 @@
+"""Branches: an `if` or `while` on a tensor becomes one node of the graph that is being captured.
+
+In: a `Choice` whose arms are too much for a select, or a loop. Out: the variables after it; in the graph, one `Piece` (pieces.py) over
+graphs that were traced in place and then cut out.
+
+    branch(choice, "`matmul` is no cheap op")
+    # graph: %branch_1 = call_function[target=branch_1](args = (%gt, %x, %w), kwargs = {})
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..capture import trace, tree
+from ..capture.lines import frame_entry, user_frame
+from ..errors import Unsupported
+from .aliases import Shared, check_aliases, leaves_of, origins_in, relatives
+from .arms import Arm, memory_of, run_arm
+from .jumps import VALUE, is_flag
+from .merge import MISSING, NUMBERS, Mismatch, merge, shown
+from .numbers import is_number, mark_number
+from .pieces import Like, Piece, branch_piece, cut, erase, loop_piece, nodes_after, outside
+
+Tensor = torch.Tensor
+ROUNDS = 8
+LOOP_WAY_OUT = "keep each variable's type, dtype and shape the same in every round, or loop over a `range` with a test inside"
+
+
+class Weaver:
+    """Writes into the graph that this thread captures."""
+
+    def __init__(self, shared: Sequence[Shared] = ()) -> None:
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode  # torch.fx: there when something is captured
+
+        self.shared = shared
+        mode: Any = get_proxy_mode()
+        self.tracer: Any = None if mode is None else mode.tracer
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        return self.tracer.graph
+
+    def mark(self) -> torch.fx.Node:
+        return next(iter(reversed(self.graph.nodes)))
+
+    def node(self, value: Tensor) -> torch.fx.Node:
+        from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+        if not hasattr(value, "fake_mode"):
+            value = value.clone()  # a tensor that was not met before becomes an input first
+        slot = get_proxy_slot(value, self.tracer, None)
+        if slot is None:
+            value = value.clone()
+            slot = get_proxy_slot(value, self.tracer)
+        return slot.proxy.node
+
+    def since(self, mark: torch.fx.Node) -> list[torch.fx.Node]:
+        return nodes_after(self.graph, mark)
+
+    def erase(self, nodes: Sequence[torch.fx.Node]) -> None:
+        erase(self.graph, nodes)
+
+    def preserve(self, value: Tensor, mark: torch.fx.Node) -> None:
+        """Let what reads a tensor since `mark` read a copy: it is about to change in place, and gradients may need what was read."""
+        node, later = self.node(value), self.since(mark)
+        readers = [user for user in later if node in user.all_input_nodes]
+        if not readers:
+            return
+        with self.graph.inserting_after(node if node in later else mark):
+            copy = self.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = dict(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+
+    def cut(self, nodes: Sequence[torch.fx.Node], inputs: Sequence[torch.fx.Node], outputs: Sequence[torch.fx.Node]) -> Any:
+        check_aliases(self.graph, self.shared, set(nodes))
+        recorder = trace.recorder()
+        recorder.silent += 1  # the modules that are made here are no modules of the user's
+        try:
+            return cut(self.tracer.root, nodes, inputs, outputs)
+        finally:
+            recorder.silent -= 1
+
+    def emit(self, piece: Piece, inputs: Sequence[torch.fx.Node], outs: Sequence[Tensor]) -> None:
+        """Add the node of a piece; `outs` become its results."""
+        import torch.fx.traceback as fx_traceback
+        from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+        fx_traceback.current_meta["stack_trace"] = frame_entry(user_frame(sys._getframe(1)))
+        node = self.graph.create_node("call_function", piece, tuple(inputs), {}, name=piece.__name__)
+        node.meta.update(fx_traceback.get_current_meta())
+        node.meta["val"] = tuple(outs)
+        proxy: Any = torch.fx.Proxy(node, self.tracer)
+        with torch._C.DisableTorchFunction():
+            for number, out in enumerate(outs):
+                track_tensor_tree(out, proxy[number], constant=None, tracer=self.tracer)
+                if hasattr(out, "fusejit_number"):
+                    mark_number(out)
+
+
+def like(value: Tensor) -> Like:
+    return Like(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+
+def zeros(value: Tensor) -> Tensor:
+    """Zeros that are like a tensor, without a node that takes it."""
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
+
+
+def is_scalar(value: Tensor) -> bool:
+    """Whether a tensor stands for a Python number."""
+    return value.dim() == 0 and is_number(value)
+
+
+def untracked(value: Tensor, requires_grad: bool) -> Tensor:
+    """A new fake tensor that is like another, and that no node of the graph makes."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.no_grad():
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    wanted = requires_grad and torch.is_grad_enabled() and made.is_floating_point()
+    if wanted:
+        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+            made = made.requires_grad_().clone()  # no leaf, so that it may be changed in place
+    return made
+
+
+# Branches.
+
+
+class Pairs:
+    """Chooses between the tensors of two arms by making them results of the branch."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __call__(self, one: Tensor, other: Tensor) -> Tensor:
+        made = untracked(one, one.requires_grad or other.requires_grad)
+        self.pairs.append((one, other, made))
+        return made
+
+    def alone(self, value: Any, place: int) -> Any:
+        """A value of one arm that the other one does not have; zeros stand for it there."""
+        leaves: list[Any] = []
+        structure = tree.flatten(value, leaves)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[number] = self(leaf, zeros(leaf)) if place == 0 else self(zeros(leaf), leaf)
+        return tree.unflatten(structure, iter(leaves))
+
+
+def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
+    """Trace both arms as they are, cut them out, and return the variables' values behind the branch.
+
+    Args:
+        choice: see control.py; mark: the last node before the arms were tried.
+    """
+    weaver.erase(weaver.since(mark))
+    traced, values, arms = [], [], []
+    for place in (0, 1):
+        start = weaver.mark()
+        found, arm = choice.trial(place, guard=False)
+        traced.append(weaver.since(start))
+        values.append(found)
+        arms.append(arm)
+    pick = Pairs()
+    merged, changed, pairs = choice.merged(values, arms, pick), choice.changed(arms, pick), pick.pairs
+    sides = [[weaver.node(pair[number]) for pair in pairs] for number in (0, 1)]
+    operands = list(outside(traced[0], sides[0]) | outside(traced[1], sides[1]))
+    inner = set(traced[0]) | set(traced[1])
+    operands = [node for node in operands if node not in inner]
+    graphs = [weaver.cut(nodes, operands, outputs) for nodes, outputs in zip(traced, sides)]
+    predicate = weaver.node(choice.pred)
+    weaver.erase(traced[1])
+    weaver.erase(traced[0])
+    if pairs:
+        piece = branch_piece(graphs[0], graphs[1], tuple(like(made) for _, _, made in pairs), choice.site.line)
+        weaver.emit(piece, [predicate, *operands], [made for _, _, made in pairs])
+    for original, new in changed:
+        weaver.preserve(original, mark)
+        original.copy_(new)
+    return merged
+
+
+# Loops.
+
+
+class Loop:
+    """A `while` on a tensor: what goes round in it, found by tracing its body until the carried tensors no longer change their kind."""
+
+    def __init__(
+        self, test: Callable, body: Callable, site: Any, cells: dict[str, Any], content: Callable, put: Callable, weaver: Weaver
+    ) -> None:
+        self.test, self.body, self.site, self.cells = test, body, site, cells
+        self.content, self.put = content, put
+        self.weaver = weaver
+        kept = [name for name in cells if name in site.live or name == VALUE or is_flag(name)]
+        self.names = [name for name in kept if content(cells[name]) is not MISSING or name == VALUE]
+        self.local = [name for name in cells if name not in self.names]
+
+    def values(self) -> list[Any]:
+        return [self.content(self.cells[name]) for name in self.names]
+
+    def set(self, values: Sequence[Any]) -> None:
+        for name in self.local:  # what one round leaves behind the next one does not see
+            self.put(self.cells[name], MISSING)
+        for name, value in zip(self.names, values):
+            self.put(self.cells[name], value)
+
+    def round(self, heads: Any) -> Arm:
+        """Trace one round; a carried tensor that it changes in place is copied first."""
+        self.test()
+        _, arm = run_arm(self.body, None, taken=True, guard=False)
+        carried = {id(value) for value in tensors_of(heads)}
+        if any(id(original) not in carried for original, _ in arm.changed):
+            reason = f"its body changes a tensor in place that is no variable of the loop; {LOOP_WAY_OUT}"
+            raise Unsupported("`while` on a tensor", reason, self.site.line)
+        return arm
+
+    def refuse(self, name: str, reason: str) -> Unsupported:
+        return Unsupported("`while` on a tensor", f"`{name}` {reason}; {LOOP_WAY_OUT}", self.site.line)
+
+    def settle(self) -> tuple[list[Any], list[Any]]:
+        """Return (structures, leaves) of the carried variables, with numbers that change in the loop made tensors."""
+        for _ in range(ROUNDS):
+            mark, before = self.weaver.mark(), self.values()
+            self.round(before)
+            after = self.values()
+            self.numbers = {id(value) for value in tensors_of(after) if is_scalar(value)}
+            self.weaver.erase(self.weaver.since(mark))
+            settled = [self.promote(name, one, other) for name, one, other in zip(self.names, before, after)]
+            self.set(settled)
+            if all(one is other for one, other in zip(settled, before)):
+                break
+        else:
+            raise self.refuse(self.names[0], "changes its kind from round to round")
+        structures: list[Any] = []
+        leaves: list[Any] = []
+        for value in settled:
+            structures.append(tree.flatten(value, leaves))
+        return structures, leaves
+
+    def promote(self, name: str, before: Any, after: Any) -> Any:
+        """The value to start with, so that a round leaves its kind as it is."""
+        ones: list[Any] = []
+        others: list[Any] = []
+        if before is MISSING and name == VALUE and after is not MISSING:  # the result of a `return`, which counts when its flag is set
+            structure = tree.flatten(after, others)
+            return tree.unflatten(structure, iter([zeros(x) if isinstance(x, Tensor) else x for x in others]))
+        if before is MISSING and after is MISSING:
+            return MISSING
+        if after is MISSING or tree.flatten(before, ones) != (structure := tree.flatten(after, others)):
+            raise self.refuse(name, f"is {shown(before)} before and {shown(after)} after a round")
+        made = [self.promote_leaf(name, one, other) for one, other in zip(ones, others)]
+        same = all(one is other for one, other in zip(made, ones))
+        return before if same else tree.unflatten(structure, iter(made))
+
+    def promote_leaf(self, name: str, before: Any, after: Any) -> Any:
+        if isinstance(before, Tensor) and isinstance(after, Tensor):
+            if (before.dtype, before.shape) != (after.dtype, after.shape):
+                raise self.refuse(name, f"is {shown(before)} before and {shown(after)} after a round")
+            return before
+        if type(before) in NUMBERS and isinstance(after, Tensor):
+            made = torch.full(after.shape, before, dtype=after.dtype, device=after.device)
+            return mark_number(made) if id(after) in self.numbers else made
+        if type(before) in NUMBERS and type(after) in NUMBERS:
+            if type(before) is type(after) and before == after:
+                return before
+            dtype = {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}[type(after)]
+            return mark_number(torch.full((), before, dtype=dtype))
+        if isinstance(before, Tensor) and type(after) in NUMBERS and before.dim() == 0:
+            return before
+        try:
+            return merge(before, after, lambda one, other: one)
+        except Mismatch as error:
+            raise self.refuse(name, str(error)) from None
+
+    def run(self) -> list[tuple[Tensor, Any]]:
+        """Emit the loop and set the variables; return the tensors behind it that stand for others, each with those."""
+        structures, leaves = self.settle()
+        weaver = self.weaver
+        places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        starts = [weaver.node(leaves[number]) for number in places]
+        mark = weaver.mark()
+        inside, started = list(leaves), list(leaves)
+        for number in places:
+            inside[number] = leaves[number].clone()
+            if is_scalar(leaves[number]):
+                mark_number(inside[number])
+        heads = [weaver.node(inside[number]) for number in places]
+        rest = iter(inside)
+        self.set([tree.unflatten(structure, rest) for structure in structures])
+        first = weaver.mark()
+        tested = weaver.node(self.test().reshape(()))
+        tests = weaver.since(first)
+        if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in tests):
+            raise Unsupported("`while` on a tensor", f"its test changes a tensor in place; {LOOP_WAY_OUT}", self.site.line)
+        second = weaver.mark()
+        arm = self.round(inside)
+        last = [leaf for value in self.values() for leaf in leaves_of(value)]
+        changed = arm.copies()
+        after = [changed.get(id(leaf), leaf) for leaf in last]
+        self.refuse_aliases(arm, {id(inside[number]): number for number in places}, started, after)
+        ends = [weaver.node(self.as_tensor(after[number], leaves[number])) for number in places]
+        bodies = weaver.since(second)
+        own = {*heads, *tests}
+        operands = [node for node in outside(tests, [tested]) | outside(bodies, ends) if node not in own]
+        results = tuple(like(leaves[number]) for number in places)
+        test_graph = weaver.cut(tests, [*heads, *operands], [tested])
+        body_graph = weaver.cut([*tests, *bodies], [*heads, *operands], ends)
+        grad = any(leaves[n].requires_grad or getattr(after[n], "requires_grad", False) for n in places)
+        outs = [untracked(leaves[number], grad) for number in places]
+        weaver.erase(weaver.since(mark))
+        weaver.emit(loop_piece(test_graph, body_graph, results, self.site.line), [*starts, *operands], outs)
+        for number, out in zip(places, outs):
+            if id(inside[number]) in changed:
+                weaver.preserve(started[number], mark)
+            if is_scalar(leaves[number]):
+                mark_number(out)
+            leaves[number] = started[number].copy_(out) if id(inside[number]) in changed else out
+        rest = iter(leaves)
+        self.set([tree.unflatten(structure, rest) for structure in structures])
+        return self.stand_ins(arm, {id(inside[number]): started[number] for number in places}, started, leaves, last)
+
+    def stand_ins(self, arm: Arm, heads: dict[int, Tensor], started: list[Any], leaves: list[Any], last: list[Any]) -> list:
+        """What is behind the loop stands for what was before it (no round may run) and for what the last round left."""
+        origins = origins_in(arm, self.weaver.shared)
+        found = []
+        for start, leaf, value in zip(started, leaves, last):
+            if isinstance(leaf, Tensor) and leaf is not start:
+                found.append((leaf, (start, *(heads.get(id(other), other) for one in tensors_of(value) for other in origins(one)))))
+        return found
+
+    def refuse_aliases(self, arm: Arm, places: dict[int, int], started: list[Any], after: list[Any]) -> None:
+        """Raise where a carried tensor that a round changes in place is also met under another name."""
+        for original, copy in arm.changed:
+            number = places[id(original)]
+            others = [*arm.entered, *(value for place, value in enumerate(started) if place != number)]
+            known = relatives(started[number], self.weaver.shared)
+            before = [value for value in others if isinstance(value, Tensor) and memory_of(value) in known]
+            later = [value for value in after if isinstance(value, Tensor) and memory_of(value) == memory_of(copy)]
+            if before or len(later) != 1 or after[number] is not copy:
+                reason = f"its body changes a tensor in place that has several names; {LOOP_WAY_OUT}"
+                raise Unsupported("`while` on a tensor", reason, self.site.line)
+
+    def as_tensor(self, value: Any, start: Tensor) -> Tensor:
+        return value if isinstance(value, Tensor) else torch.full(start.shape, value, dtype=start.dtype, device=start.device)

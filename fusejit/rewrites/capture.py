@@ -1,0 +1,66 @@
+"""Capture in mode "ast": the function is rewritten, then traced; what its control flow became is kept for the report.
+
+In: a function or module and the arguments of one call. Out: the `Captured` of its rewritten twin, and a list of `Outcome`.
+
+    >>> captured, outcomes = capture_rewritten(f, (x,), {})
+    >>> print(outcomes[0])
+    model.py:3: if x.sum() > 0: -> select (both arms: 2 ops, 32 B)
+
+Reads of the original function become guards, as in mode "trace". Modules are called as ever, hooks and all: only what they read as
+their `forward` is rewritten, in the capturing thread and nowhere else.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..capture.trace import Captured, capture
+from .aliases import check_aliases
+from .branches import Weaver
+from .calls import reason_for, rewritten
+from .control import Outcome, Session, explain_unbound, recording
+
+
+def checked(function: Callable, session: Session) -> Callable:
+    """Run a function and look at its graph before the capture ends."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if session.shared:
+            check_aliases(Weaver().graph, session.shared)
+        return result
+
+    run.__dict__.update(vars(function) if isinstance(function, types.FunctionType) else {})  # a segment stays one (see exclude.py)
+    return run
+
+
+def capture_rewritten(
+    fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = (), regions: Callable | None = None
+) -> tuple[Captured, list[Outcome]]:
+    """See `capture`.
+
+    Raises:
+        Unsupported: it cannot be captured; names the user's line, and the variable where an `if` cannot give it one value.
+    """
+
+    def rewrite(callable_: Any, module: Any = None) -> Any:
+        made = rewritten(callable_, asked=module is None or module is fn or getattr(fn, "__self__", None) is module)
+        return checked(made, session) if callable_ is fn else made
+
+    with recording() as session:
+        try:
+            captured = capture(fn, args, kwargs, name, watch, rewrite, regions)
+        except NameError as error:
+            explained = explain_unbound(error, session)
+            if explained is None:
+                raise
+            raise explained from error
+    outcomes = list(session.outcomes.values())
+    plain = reason_for(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    if plain:
+        outcomes.insert(0, Outcome(name or "the function", "function", "traced as it is", plain))
+    return captured, outcomes
