@@ -95,7 +95,7 @@ MIXED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("f, shape, dtype", MIXED, ids=str)
+@pytest.mark.parametrize("f, shape, dtype", MIXED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_rows_and_columns_of_one_read(f, shape, dtype):
     weights = 2 if f is layer_norm else 1
     args = [torch.randn(shape), *(torch.randn(shape[-1]) for _ in range(weights))]
