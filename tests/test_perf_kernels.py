@@ -53,11 +53,16 @@ def test_every_variant_rehearsed(case):
 REHEARSED = ("column_sum-forward-bfloat16-16384x4096", "log_softmax-both-bfloat16-16384x4096", "softmax-forward-bfloat16-16x131072")
 
 
+def outside() -> dict[str, str]:
+    """The environment of a shell: a worker of pytest-xdist hands on that it is one, and pytest-benchmark then writes nothing."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory):
     """What `perf/gpu.sh kernels` leaves, rehearsed: a folder with its JSON, every number in it synthetic."""
     out = tmp_path_factory.mktemp("synthetic")
-    environment = os.environ | {"OUT": str(out), "PYTHON": sys.executable, "PERF_REHEARSE": "1", "TRITON_INTERPRET": "1", "BUDGET": "100"}
+    environment = outside() | {"OUT": str(out), "PYTHON": sys.executable, "PERF_REHEARSE": "1", "TRITON_INTERPRET": "1", "BUDGET": "100"}
     done = subprocess.run(
         ["bash", str(PERF / "gpu.sh"), "kernels", " or ".join(REHEARSED)],
         capture_output=True, text=True, env=environment, timeout=200,
@@ -83,7 +88,7 @@ def test_gpu_script_rehearsed(rehearsed):
 
 def test_budget_and_start(tmp_path):
     """Without time no case starts, and the number to go on with is said."""
-    environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable, "PERF_REHEARSE": "1", "TRITON_INTERPRET": "1"}
+    environment = outside() | {"OUT": str(tmp_path), "PYTHON": sys.executable, "PERF_REHEARSE": "1", "TRITON_INTERPRET": "1"}
     command = ["bash", str(PERF / "gpu.sh"), "kernels", "softmax-forward-bfloat16-16x131072"]
     done = subprocess.run([*command], capture_output=True, text=True, env=environment | {"BUDGET": "0"}, timeout=100)
     number = next(i for i, case in enumerate(CASES) if case.id == "softmax-forward-bfloat16-16x131072")
