@@ -32,18 +32,23 @@ def prepare(args: Any) -> tuple[list, list]:
     return leaves, [x * 1 if isinstance(x, torch.Tensor) and x.requires_grad else x for x in leaves]
 
 
-def check(fn: Callable, args: Any, backend: str) -> Any:
-    """Compare results, changed inputs and gradients of fn and jit(fn), twice; returns the specialisation."""
-    jitted = jit(fn, backend=backend)
+def compare(fn: Callable, call: Callable, args: Any) -> None:
+    """Compare results, changed inputs and gradients of two functions; the second is called twice."""
     found = []
-    for call in (fn, jitted, jitted):
+    for function in (fn, call, call):
         leaves, given = prepare(args)
         torch.manual_seed(0)
-        out = call(*given)
+        out = function(*given)
         results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
         if results:
             sum((x.float() ** 2).sum() for x in results).backward()
         found.append((out, given, [x.grad for x in leaves if isinstance(x, torch.Tensor)]))
     same(found[0], found[1])
     same(found[0], found[2])
+
+
+def check(fn: Callable, args: Any, backend: str) -> Any:
+    """Compare fn and jit(fn); returns the specialisation."""
+    jitted = jit(fn, backend=backend)
+    compare(fn, jitted, args)
     return jitted.specialisation(*prepare(args)[1])
