@@ -74,7 +74,7 @@ class Writer:
         elif kind == "while":
             self.loops += 1
             count = f"w{self.loops}"
-            self.lines += [f"{pad}{count} = 0", f"{pad}while {count} < 3 and {self.test()}:", f"{pad}    {count} += 1"]
+            self.lines += [f"{pad}{count} = 0", f"{pad}while {count} < 3 and ({self.test()}):", f"{pad}    {count} += 1"]
             self.block(depth - 1, indent + 1, True)
             self.maybe_else(depth, pad, indent, loop)
         elif kind == "return":
