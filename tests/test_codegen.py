@@ -234,6 +234,26 @@ def test_equal_results_do_not_share_memory():
     assert two.tolist() == [1.0] * 4
 
 
+def test_clusters_that_nothing_reads_are_dropped():
+    """`max` under vmap also finds places, which no one asks for: two clusters of such results became a kernel without arguments."""
+    f = lambda x: x.max(1).values.sum() + x.min(1).values.sin().sum()  # noqa: E731
+    args = (torch.randn(4, 5),)
+    assert all(step.stores and step.reads for step in fused(f, *args)[0].steps)
+    jitted = fusejit.jit(f, backend="interpret", fullgraph=True)
+    torch.testing.assert_close(jitted(*args), f(*args))
+    assert all(kernel.arguments for kernel in jitted.program(*args).kernels)
+
+
+def test_a_choice_between_a_value_and_itself_is_no_op():
+    """What is left, without gradients, of the guards of an arm that may not be taken."""
+    jitted = fusejit.jit(lambda x, c: torch.where(c, x, x.detach()) * 2 + x, backend="interpret", fullgraph=True)
+    x, c = torch.randn(8), torch.arange(8) > 3
+    torch.testing.assert_close(jitted(x, c), x * 3)
+    assert "tl.where" not in jitted.program(x, c).source
+    y = fusejit.jit(lambda x, c: torch.where(c, x, x.detach()), backend="interpret", fullgraph=True)(x, c)
+    assert y.data_ptr() != x.data_ptr()
+
+
 def test_dump_prints_and_writes_the_named_stage(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("FUSEJIT_DUMP", "fused")
     monkeypatch.setenv("FUSEJIT_DUMP_DIR", str(tmp_path))

@@ -80,3 +80,18 @@ def test_without_gradients_there_is_no_backward():
             assert report.forward.launches == 1 and report.backward.launches == 0
             assert not jitted(x).requires_grad
     assert jitted.explain(x).backward.launches == 1
+
+
+@pytest.mark.parametrize("mode", ["ast", "trace", "bytecode"])
+def test_an_input_that_only_unused_results_read_has_no_gradient(backend, mode):
+    """As in eager; torch.compile gives zeros there."""
+
+    def f(x, y):
+        return x * 2, y * 3, (x * y).sum()
+
+    jitted = fusejit.jit(f, backend=backend, capture_mode=mode, fullgraph=True)
+    for used, wanted in (((0,), (2.0, None)), ((1,), (None, 3.0)), ((0, 1), (2.0, 3.0)), ((2,), (5.0, 7.0)), ((0, 2), (7.0, 7.0))):
+        x, y = torch.full((3,), 7.0, requires_grad=True), torch.full((3,), 5.0, requires_grad=True)
+        results = jitted(x, y)
+        sum(results[place].sum() for place in used).backward()
+        assert [None if leaf.grad is None else leaf.grad[0].item() for leaf in (x, y)] == list(wanted)

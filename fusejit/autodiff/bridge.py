@@ -6,7 +6,8 @@ In: the two halves of a joint graph and the compiled forward. Out: `Differentiab
     >>> results[0].sum().backward()        # compiles the backward for tangents of stride 0, once
 
 The backward is compiled at the first backward, for the strides that the tangents have; tangents that no one needs (None) become
-zeros inside the graph. Saved tensors are freed as the backward consumes them. Differentiating twice raises.
+zeros inside the graph, and an input that only such results read has no gradient (None), as in eager. Saved tensors are freed as the
+backward consumes them. Differentiating twice raises.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Differentiable:
         self.values = [node.meta["val"] for node in halves.backward.graph.nodes if node.op == "placeholder"]
         self.traced = tuple(tuple(value.stride()) for value in self.values[halves.saved :])
         self.programs: dict[tuple, Any] = {}
+        self.gone: dict[tuple, frozenset[int]] = {}
         self.lock = threading.Lock()
         self.notes: list[tuple[str, str]] = []
         self.function = make_function(self)
@@ -91,7 +93,7 @@ class Differentiable:
             return self.compiler(graph, values, "backward")
         if len(self.programs) >= VARIANTS:
             return None
-        graph = specialise(graph, self.halves.saved, strides)
+        graph = specialise(graph, self.halves.saved, strides, self.unreached(strides))
         mode = values[-1].fake_mode
         kept = values[: self.halves.saved]
         for value, stride in zip(values[self.halves.saved :], strides):
@@ -106,6 +108,12 @@ class Differentiable:
             self.notes.append(("tangents are copied", f"no backward for strides {strides}: {error}"))
             return None
 
+    def unreached(self, strides: tuple) -> frozenset[int]:
+        found = self.gone.get(strides)
+        if found is None:
+            found = self.gone[strides] = unreached(self.halves.backward, self.halves.saved, strides)
+        return found
+
     def run_backward(self, saved: list[Any], tangents: list[Any]) -> tuple:
         """Gradients of all inputs from saved tensors and tangents (None where no one needs a result)."""
         strides = tuple([None if tangent is None else tangent.stride() for tangent in tangents])
@@ -119,7 +127,8 @@ class Differentiable:
                 found = program(saved)
         else:
             found = program(saved)
-        return tuple([None if place is None else found[place] for place in self.halves.gradients])
+        gone = self.unreached(strides) if None in strides else ()
+        return tuple([None if place is None or place in gone else found[place] for place in self.halves.gradients])
 
 
 def as_traced(tangent: Tensor | None, value: Tensor) -> Tensor:
@@ -128,8 +137,19 @@ def as_traced(tangent: Tensor | None, value: Tensor) -> Tensor:
     return made.zero_() if tangent is None else made.copy_(tangent)
 
 
-def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> torch.fx.GraphModule:
-    """A copy of the backward graph in which absent tangents are zeros."""
+def unreached(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> frozenset[int]:
+    """The places among the backward's results that only absent tangents lead to."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    depends: dict[torch.fx.Node, set[bool]] = {node: {stride is not None} for node, stride in zip(inputs[saved:], strides)}
+    for node in graph.graph.nodes:
+        if node not in depends:
+            depends[node] = set().union(*(depends[source] for source in node.all_input_nodes))
+    results = graph.graph.output_node().args[0]
+    return frozenset(place for place, node in enumerate(results) if isinstance(node, torch.fx.Node) and depends[node] == {False})
+
+
+def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple, gone: frozenset[int]) -> torch.fx.GraphModule:
+    """A copy of the backward graph in which absent tangents are zeros, and what only they lead to is not computed."""
     made = torch.fx.Graph()
     names: dict[torch.fx.Node, torch.fx.Node] = {}
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -147,6 +167,8 @@ def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> torch
                 names[tangent].meta.update(tangent.meta)
             zeros = []
         names[node] = made.node_copy(node, names.__getitem__)
+    results = made.output_node()
+    results.args = (tuple(None if place in gone else value for place, value in enumerate(results.args[0])),)  # type: ignore[arg-type]
     return torch.fx.GraphModule(graph, made)
 
 

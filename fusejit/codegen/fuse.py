@@ -41,12 +41,27 @@ class Unfused:
 
 def fuse(lowered: Lowered, reductions: bool = True, device: Device | None = None) -> tuple[Lowered, tuple[Unfused, ...]]:
     """Return the program with clusters merged, and the refusals. `reductions=False` fuses pointwise clusters only."""
-    lowered = order(lowered)
+    lowered = live(order(lowered))
     state = _Fusing(replace(lowered, buffers=dict(lowered.buffers)), reductions, device or machine())
     state.run()
     if reductions:
         state.mix()
     return replace(state.lowered, steps=tuple(state.ordered())), state.refusals()
+
+
+def live(lowered: Lowered) -> Lowered:
+    """Return the program without the results of clusters that nothing reads, and without clusters that have no others."""
+    wanted = {ref.buffer for ref in refs(lowered.outputs)} | {b.name for b in lowered.buffers.values() if b.written_to}
+    kept: list[Cluster | Extern | Foreach] = []
+    for step in reversed(lowered.steps):
+        if isinstance(step, Cluster):
+            stores = tuple(s for s in step.stores if s.buffer in wanted)
+            if not stores:
+                continue
+            step = step if len(stores) == len(step.stores) else replace(step, stores=stores)
+        wanted |= reads(step)
+        kept.append(step)
+    return replace(lowered, steps=tuple(reversed(kept)))
 
 
 class _Fusing:

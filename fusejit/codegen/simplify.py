@@ -24,6 +24,11 @@ def simplify(module: GraphModule) -> GraphModule:
         made = graph.node_copy(node, new.__getitem__)
         made.meta = dict(node.meta)
         key = None if node in results else _key(made)
+        only = None if node in results else _only_choice(made)
+        if only is not None:
+            graph.erase_node(made)
+            new[node] = only
+            continue
         if key is not None and key in seen:
             graph.erase_node(made)
             made = seen[key]
@@ -48,6 +53,24 @@ def _key(node: Node) -> object | None:
     if node.target._schema.is_mutable or RANDOM in node.target.tags or "empty" in str(node.target):
         return None
     return (node.target, _frozen(node.args), _frozen(node.kwargs))
+
+
+def _only_choice(node: Node) -> Node | None:
+    """Return what a `where` chooses whatever its condition says: a guard of gradients (rewrites/arms.py) where none are asked for."""
+    if node.target is not torch.ops.aten.where.self:
+        return None
+    one, other = node.args[1:]
+    if not isinstance(one, Node) or not isinstance(other, Node) or _itself(one) is not _itself(other):
+        return None
+    kept, result = one.meta["val"], node.meta["val"]
+    return one if kept.shape == result.shape and kept.dtype is result.dtype else None
+
+
+def _itself(node: Node) -> Node:
+    """The node behind ops that only give a tensor another object."""
+    while node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _frozen(value: object) -> object:
