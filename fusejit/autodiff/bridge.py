@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import CompileError, FusejitError
+from ..forks import renewed
 from .partition import Halves
 
 Tensor = torch.Tensor
@@ -57,7 +58,7 @@ class Differentiable:
         self.values = [node.meta["val"] for node in halves.backward.graph.nodes if node.op == "placeholder"]
         self.traced = tuple(tuple(value.stride()) for value in self.values[halves.saved :])
         self.programs: dict[tuple, Any] = {}
-        self.lock = threading.Lock()
+        self.lock = renewed(threading.Lock())
         self.notes: list[tuple[str, str]] = []
         self.function = make_function(self)
 
