@@ -27,6 +27,7 @@ from .capture.bytecode import Found
 from .capture.guards import key_of, state_key
 from .capture.reasons import differences
 from .errors import FusejitError, Unsupported
+from .forks import renewed
 from .specialise import (
     BACKENDS,
     LEVELS,
@@ -60,7 +61,7 @@ class Graph:
         self.table: dict[Any, tuple[Specialisation, ...]] = {}
         self.made: list[tuple[Any, Specialisation]] = []
         self.only: tuple[Specialisation, list[Tensor]] | None = None
-        self.lock = threading.Lock()
+        self.lock = renewed(threading.Lock())
 
     def run(self, *inputs: Any) -> Any:
         """Run the graph on the inputs that Dynamo passes: tensors, and numbers where sizes are symbols."""
@@ -157,7 +158,7 @@ class Reader:
         self.graphs: list[Graph] = []
         self.stopped: list[Fallback] = []
         self.watching: Watch | None = None
-        self.lock = threading.RLock()
+        self.lock = renewed(threading.RLock())
         self.function: Callable | None = None
         self.frames: Any = None
         self.unguarded: Any = None
@@ -219,15 +220,15 @@ class Reader:
             function = self.prepare(change)
         if self.called:
             return self.run(function, args, kwargs)
-        with self.lock:  # first calls of several threads compile once
+        with self.lock:  # first calls compile once. Later ones may compile twice: Dynamo looks nothing up again after waiting for its lock
             return self.run(function, args, kwargs)
 
     def run(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        before = len(self.frames.classes)
+        before, count = len(self.frames.classes), self.count
         self.frames.skipped = False
         try:
             result = bytecode.outside_traces(function, args, kwargs)
-            self.called = True
+            self.called = self.called or self.count == count
             return result
         except Exception as error:
             if self.frames.skipped:  # the user's exception made Dynamo give the function up; the next call may be a good one

@@ -12,8 +12,10 @@ not is captured. Calls take no lock; captures do.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from .capture.guards import key_of, state_key
 from .capture.mutable import family
 from .capture.reasons import differences, named
 from .errors import CaptureError, FusejitError, Unsupported
+from .forks import renewed
 from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
 from .specialise import Fallback, Settings, Specialisation, eager_specialisation, refusal, resolve, specialise
 
@@ -108,7 +111,7 @@ class JitFunction:
         self._table: dict[Any, tuple[Specialisation, ...]] = {}
         self._order: list[Any] = []
         self._lengths: dict[Any, Any] = {}
-        self._lock = threading.RLock()
+        self._lock = renewed(threading.RLock())
         self._held: dict[int, int] = {}
         self._changing: dict[str, int] = {}
         self._reader: Reader | None = None
@@ -130,7 +133,21 @@ class JitFunction:
         return self if instance is None else BoundJitFunction(self, instance)
 
     def __reduce__(self) -> Any:
-        return (type(self), (self.__wrapped__, self.settings))
+        """A decorated function is pickled as functions are, by its name; what was jitted in another place, by its parts."""
+        fn = self.__wrapped__
+        found: Any = sys.modules.get(getattr(fn, "__module__", ""))
+        for name in getattr(fn, "__qualname__", "?").split("."):
+            found = getattr(found, name, None)
+        return fn.__qualname__ if found is self else (type(self), (fn, self.settings))
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__() if isinstance(self.__wrapped__, types.FunctionType) else type(self)(self.__wrapped__, self.settings)
+
+    def __deepcopy__(self, memo: Any = None) -> Any:
+        """Functions are their own copies, programs and all; a copied method or callable object belongs to a copied object."""
+        if isinstance(self.__wrapped__, types.FunctionType):
+            return self
+        return type(self)(copy.deepcopy(self.__wrapped__, memo), self.settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(None, args, kwargs)
@@ -214,7 +231,8 @@ class JitFunction:
             lifted = found.lifted(leaves)
             if lifted is None:
                 raise Unsupported(self.settings.name, "something that it reads changes while it is captured")
-            self.remember(key, found, leaves)
+            with trace.LOCK:  # a fork waits until the tables are whole
+                self.remember(key, found, leaves)
             if kin != key[0]:
                 self._lengths[kin] = key[0]
             self.tell(found)
@@ -265,7 +283,7 @@ class JitFunction:
             reasons = "; ".join(found.through.reasons) or "no op stands between the breaks"
             found.fallbacks.append(Fallback("capture_mode 'bytecode', tried next", f"compiled nothing: {reasons}"))
             found.through = None
-        with self._lock:
+        with self._lock, trace.LOCK:
             self.remember(key, found, leaves)
         self.tell(found)
         return result
@@ -404,6 +422,12 @@ class BoundJitFunction:
     @property
     def __self__(self) -> Any:
         return self.receiver
+
+    def __reduce__(self) -> Any:
+        return (BoundJitFunction, (self.function, self.receiver))
+
+    def __deepcopy__(self, memo: Any) -> BoundJitFunction:
+        return BoundJitFunction(self.function, copy.deepcopy(self.receiver, memo))
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.explain_for(self.receiver, args, kwargs)

@@ -9,9 +9,10 @@ In: a module and `Settings`. Out: a module.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +67,9 @@ class JitModule(torch.nn.Module):
         return getattr(self.__dict__["__wrapped__"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not self._fusejit_ready or name in self.__dict__:
+        if (
+            not self._fusejit_ready or name in self.__dict__ or name == "__class__"
+        ):  # torch's fully_shard gives modules a class of their own
             object.__setattr__(self, name, value)
         else:
             setattr(self.__wrapped__, name, value)
@@ -75,7 +78,18 @@ class JitModule(torch.nn.Module):
         delattr(self.__wrapped__, name)
 
     def __reduce__(self) -> Any:
-        return (JitModule, (self.__wrapped__, self._fusejit_settings))
+        """The module inside, the options, and what belongs to the JitModule alone: its hooks."""
+        own = {name: value for name, value in self.__dict__.items() if value and name != "__wrapped__" and not name.startswith("_fusejit")}
+        return (JitModule, (self.__wrapped__, self._fusejit_settings), own)
+
+    def __deepcopy__(self, memo: Any) -> JitModule:
+        _, parts, own = self.__reduce__()
+        made = JitModule(*copy.deepcopy(parts, memo))
+        made.__setstate__(copy.deepcopy(own, memo))
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__reduce__()
@@ -85,6 +99,14 @@ class JitModule(torch.nn.Module):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.__wrapped__)})
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Those of the module inside; itself instead of the outermost one where a library (fully_shard) gave it a class of its own."""
+        for name, module in self.__wrapped__.named_modules(*args, **kwargs):
+            yield name, self if module is self.__wrapped__ and type(self) is not JitModule else module
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
+        return (module for _, module in self.named_modules(remove_duplicate=remove_duplicate))
 
     def __bool__(self) -> bool:
         return bool(self.__wrapped__)
@@ -129,7 +151,7 @@ def forwarded(name: str) -> Callable:
 # What nn.Module defines and a JitModule takes from the original: everything about its contents, nothing about calls and hooks.
 CONTENTS = (
     "state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict", "named_parameters", "parameters",
-    "named_buffers", "buffers", "named_children", "children", "named_modules", "modules", "train", "eval", "requires_grad_",
+    "named_buffers", "buffers", "named_children", "children", "train", "eval", "requires_grad_",
     "zero_grad", "_apply", "apply", "cuda", "cpu", "type", "float", "double", "half", "bfloat16", "to", "to_empty", "share_memory",
     "register_buffer", "register_parameter", "register_module", "add_module", "get_submodule", "set_submodule", "get_parameter",
     "get_buffer", "get_extra_state", "set_extra_state", "extra_repr", "_named_members", "register_load_state_dict_post_hook",

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "fusejit"
 
 # From the bottom up. A new file gets a place here; `folder/` stands for that folder's __init__.py.
 ORDER = [
-    *("errors", "config"),
+    *("errors", "config", "forks"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
     "codegen/algebra",
     *("codegen/views", "codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),

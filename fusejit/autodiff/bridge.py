@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import CompileError, FusejitError
+from ..forks import renewed
 from .partition import Halves
 
 Tensor = torch.Tensor
@@ -59,7 +60,7 @@ class Differentiable:
         self.traced = tuple(tuple(value.stride()) for value in self.values[halves.saved :])
         self.programs: dict[tuple, Any] = {}
         self.gone: dict[tuple, frozenset[int]] = {}
-        self.lock = threading.Lock()
+        self.lock = renewed(threading.Lock())
         self.notes: list[tuple[str, str]] = []
         self.function = make_function(self)
 

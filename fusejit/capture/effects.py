@@ -40,6 +40,11 @@ HOOKS = {
     "_backward_hooks": "a backward hook",
     "_backward_pre_hooks": "a backward pre-hook",
 }
+PARALLEL = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+PARALLEL_WAY_OUT = (
+    "each of its calls prepares the exchange of gradients, which a graph does not repeat; "
+    "jit the module inside it: Parallel(fusejit.jit(m))"
+)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 ONCE = "it would run once, while capturing, and not again; move it outside the jitted function"
 REFUSED_CALLS: dict[Any, Any] = {print: ("print", ONCE + ", or use fusejit.print, which prints on every call"), input: ("input", ONCE)}
@@ -197,6 +202,8 @@ class Recorder:
         """Record that attribute `name` of `obj` was read."""
         if id(obj) in self.ignored:
             return
+        if name == "forward" and type(obj).__name__ in PARALLEL and type(obj).__module__.startswith("torch."):
+            raise Unsupported(f"{type(obj).__name__} inside a jitted function", PARALLEL_WAY_OUT, in_python=False)
         self.silent += 1
         try:
             table = getattr(obj, "__dict__", None)

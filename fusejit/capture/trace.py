@@ -30,6 +30,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError, Unsupported
+from ..forks import awaited
 from . import tree
 from .arguments import check_arguments, refuse_tensor
 from .effects import Recorder
@@ -41,7 +42,7 @@ from .reads import Effect
 from .transforms import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
 
 Tensor = torch.Tensor
-LOCK = threading.RLock()
+LOCK = awaited(threading.RLock())
 """One capture at a time: it replaces attribute methods of classes that all threads share."""
 LOCAL = threading.local()
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from ..errors import CompileError
+from ..forks import renewed
 from .workers import KernelSpec, ast_source, compile_kernels, define_kernel, reason, target_arch
 
 MANY = 48  # pointers beyond which one unaligned address counts for all
-_lock = threading.RLock()
+_lock = renewed(threading.RLock())
 _binaries: dict[tuple[KernelSpec, int], Any] = {}  # (kernel, device) -> Triton's compiled kernel, loaded
 
 

@@ -315,8 +315,14 @@ def close_workers() -> None:
         worker.close()
 
 
+def _forked() -> None:
+    """A forked child shares neither its parent's pipes nor a lock that another of the parent's threads may hold."""
+    _idle.clear()
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)  # a forked child must not share its parent's pipes
+    os.register_at_fork(after_in_child=_forked)
 
 
 def worker_count(n: int) -> int:
