@@ -34,6 +34,7 @@ from .capture.reasons import differences, named
 from .errors import CaptureError, FusejitError, Unsupported
 from .forks import renewed
 from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
+from .runtime.bind import MISS, Bindings
 from .specialise import Fallback, Settings, Specialisation, eager_specialisation, refusal, resolve, specialise
 
 log = logging.getLogger("fusejit")
@@ -116,6 +117,7 @@ class JitFunction:
         self._changing: dict[str, int] = {}
         self._reader: Reader | None = None
         self._misses = self._hits = 0
+        self._bound = Bindings()
         self._told: set[str] = set()
         if isinstance(fn, (types.FunctionType, types.MethodType)):
             functools.update_wrapper(self, fn)
@@ -156,6 +158,12 @@ class JitFunction:
         """Call the function; `receiver` is the object of a decorated method."""
         if is_dynamo_compiling():
             return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
+        if not kwargs and not Switch.off:
+            for entry in self._bound.runs:
+                result = entry(receiver, args)
+                if result is not MISS:
+                    self._hits += 1
+                    return result
         if Switch.off or elsewhere():
             return self.plain(receiver, args, kwargs)
         if self._may_split and (parts := self.segments()) is not None:
@@ -169,6 +177,8 @@ class JitFunction:
                 self._hits += 1
                 if found.run is None:
                     return self.cold(found, receiver, args, kwargs)
+                if not kwargs:
+                    self._bound.add(found, receiver, args, leaves, lifted, self._hits)
                 return found.run(leaves, lifted)
         return self.miss(key, receiver, args, kwargs, leaves)
 
@@ -250,6 +260,7 @@ class JitFunction:
         if len(self._order) > RECEIVERS * config.read("specialisations"):  # of many objects: the oldest go
             old_key, old = self._order.pop(0)
             self._table[old_key] = tuple(item for item in self._table[old_key] if item is not old)
+            self._bound.drop(old)
             self._held[old_key[3]] -= 1
             for table, name in ((self._table, old_key), (self._held, old_key[3])):
                 if not table[name]:  # type: ignore[index]
@@ -394,7 +405,7 @@ class JitFunction:
     def cache_clear(self) -> None:
         """Forget all specialisations."""
         with self._lock:
-            self._table, self._order, self._held, self._reader, self._lengths = {}, [], {}, None, {}
+            self._table, self._order, self._held, self._reader, self._lengths, self._bound = {}, [], {}, None, {}, Bindings()
             for part in self._split.segments if self._split is not None else ():
                 part.cache_clear()
 

@@ -92,6 +92,9 @@ class Specialisation:
         differentiable: for each input of the graph, whether it requires grad.
         why: what made it necessary (see capture/reasons.py); through: what reads the function by its bytecode instead, or None.
         inlined: blocks that were captured in place though marked or repeated, each with the reason.
+        body: the graph as a function of its inputs, given one by one where `spread`, as a list that it may clear otherwise; what the hot
+            path calls (runtime/bind.py), None where that leaves the call alone. result: from the body's results to the user's.
+        pattern: how the inputs share memory, where that matters.
     """
 
     backend: str
@@ -111,6 +114,10 @@ class Specialisation:
     why: str = ""
     through: Any = None
     inlined: list[tuple[str, str]] = field(default_factory=list)
+    body: Callable[..., Any] | None = None
+    spread: bool = False
+    result: Callable[[Sequence[Any]], Any] | None = None
+    pattern: tuple | None = None
 
     @property
     def backward(self) -> Any:
@@ -162,7 +169,7 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
     positions, unflatten = captured.positions, result_builder(captured)
     if (found.backend == "eager" or settings.jit_level == "O0") and not settings.apart:
-        found.run = eager_runner(eager(captured.graph), positions, unflatten)
+        set_eager_run(found, eager(captured.graph), positions, unflatten)
         return found
     compile_into(found, tensors, settings)
     return found
@@ -211,11 +218,11 @@ def result_builder(captured: Captured) -> Callable[[Sequence[Any]], Any]:
     return captured.unflatten
 
 
-def eager_runner(run: Callable, positions: tuple[int, ...], unflatten: Callable) -> Callable:
+def set_eager_run(found: Specialisation, run: Callable, positions: tuple[int, ...], unflatten: Callable) -> None:
     def runner(leaves: list[Any], lifted: list[Tensor]) -> Any:
         return unflatten(run(*[leaves[position] for position in positions], *lifted))
 
-    return runner
+    found.run, found.body, found.spread, found.result = runner, run, True, unflatten
 
 
 def compile_into(found: Specialisation, tensors: list[Tensor], settings: Settings) -> None:
@@ -228,7 +235,7 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
         found.built = built = build_programs(found, captured.graph, tensors, settings)
     except Exception as error:
         fail_compile(found, error, settings)
-        found.run = eager_runner(eager(captured.graph), positions, unflatten)
+        set_eager_run(found, eager(captured.graph), positions, unflatten)
         return
     found.forward = None if found.backend == "eager" else built.forward
     found.record.update(built.graphs)
@@ -241,7 +248,8 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
         inputs += lifted
         return unflatten(run(inputs))
 
-    found.run = runner
+    found.run, found.result, found.pattern = runner, unflatten, pattern
+    found.body, found.spread = built.body()
     if pattern is not None:
         check = found.lifted
 

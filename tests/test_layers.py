@@ -27,10 +27,11 @@ ORDER = [
     *("rewrites/arms", "rewrites/numbers", "rewrites/aliases", "rewrites/merge", "rewrites/surroundings"),
     *("rewrites/pieces", "rewrites/branches"),
     *("rewrites/control", "rewrites/calls", "rewrites/by_hand", "rewrites/capture"),
+    "runtime/torch_c",
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint", "autodiff/region", "autodiff/compose"),
     *("rewrites/ensemble", "rewrites/batch"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
-    *("runtime/workers", "runtime/launch", "runtime/tune", "runtime/direct", "runtime/eager"),
+    *("runtime/workers", "runtime/launch", "runtime/tune", "runtime/direct", "runtime/eager", "runtime/bind"),
     *("compile", "specialise", "explain", "backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
       "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip

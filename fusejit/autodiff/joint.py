@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..capture.trace import LOCK
+from ..runtime.torch_c import apply_of
 from .bridge import Differentiable
 from .partition import partition
 
@@ -56,6 +57,13 @@ class Built:
     def backward(self) -> Any:
         """The backward Program, compiled now for tangents as traced if it was not needed yet; None without gradients."""
         return self.wrapped_backward if self.differentiable is None else self.differentiable.backward_program()
+
+    def body(self) -> tuple[Callable[..., Any], bool]:
+        """`run` for calls outside autocast and torch.func, as short as it gets; and whether it takes its inputs one by one."""
+        if self.differentiable is not None and self.run == self.differentiable.apply:
+            return apply_of(self.differentiable.function), True
+        program = getattr(self.run, "program", None)
+        return (self.run, False) if program is None else (getattr(program, "call", program), False)
 
 
 # View results.
@@ -378,4 +386,5 @@ def outside_autocast(program: Callable[[list[Any]], Sequence[Any]]) -> Callable[
         with torch._C._DisableAutocast():
             return program(inputs)
 
+    run.program = program  # type: ignore[attr-defined]
     return run

@@ -1,0 +1,269 @@
+"""The hot path: a call of a known kind, checked and run by one generated function.
+
+In: a specialisation that has just been found the general way, and the call that found it. Out: an entry: `entry(receiver, args)` is the
+result, or `MISS` where anything that the specialisation depends on may differ; the general way (function.py) then decides.
+
+    def entry(receiver, args):
+        if receiver is not owner or len(args) != 2: return MISS
+        a0, a1, = args
+        try:
+            if not (same_tensors(a0, a1, *lifted) and grad() is True and not autocast() and ... and unchanged() and not any(empty)):
+                return MISS
+        except ERRORS:
+            return MISS
+        return body([a0, a1, *lifted])[0]
+
+An entry may only be stricter than the guards. What it checks: every tensor by torch's C guards; the other arguments by type and
+value; the state of torch; of what the capture read, the dicts by their version (a changed dict is a miss, even if it was changed back)
+and the rest by the guards' own conditions. Since no dict has changed, parameters and buffers are the very objects of the last
+time: they are not read again, only their metadata is checked, which `.data = `, `half()` and `requires_grad_()` change without a trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..capture.guards import VALUES, memory_pattern
+from ..capture.reads import CONTAINERS, Read
+from ..capture.trace import LOCAL
+from .torch_c import counts_changes, dict_check, tensor_check, version_of
+
+Tensor = torch.Tensor
+MISS: Any = object()
+"""What an entry returns for a call that is not surely its own."""
+ENTRIES = 4
+"""How many entries of one function are tried; a call of another kind costs a look-up."""
+RESTLESS = 3
+"""How often a dict may change before its conditions are checked one by one instead of by its version."""
+ERRORS = (KeyError, AttributeError, ValueError, TypeError)
+PLAIN = (Tensor, torch.nn.Parameter)
+hooks = torch.nn.modules.module
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A bound specialisation: what it belongs to, its function and its text."""
+
+    found: Any
+    receiver: Any
+    run: Callable[[Any, tuple], Any]
+    source: str
+    tables: tuple[tuple[dict, int], ...]
+
+
+@dataclass(slots=True)
+class Bindings:
+    """The entries of one jitted function, the newest first.
+
+    Attributes:
+        runs: their functions, which is all that a call looks at.
+        made: how many were made; restless: dicts that keep changing, by id, and how often each did.
+    """
+
+    runs: tuple[Callable[[Any, tuple], Any], ...] = ()
+    entries: tuple[Entry, ...] = ()
+    made: int = 0
+    restless: dict[int, tuple[dict, int]] = field(default_factory=dict)
+
+    def add(self, found: Any, receiver: Any, args: tuple, leaves: list[Any], lifted: list[Tensor], hits: int) -> None:
+        """Bind a specialisation that a call without keywords has just found, unless entries have not paid so far."""
+        if found.body is None or self.made > 16 and self.made * 8 > hits:
+            return
+        others = []
+        for entry in self.entries:
+            if entry.found is found and entry.receiver is receiver:
+                self.learn(entry)
+            else:
+                others.append(entry)
+        self.made += 1
+        made = bind(found, receiver, args, leaves, lifted, self.restless)
+        self.put(others if made is None else [made, *others[: ENTRIES - 1]])
+
+    def learn(self, entry: Entry) -> None:
+        """Count the dicts on whose account an entry stopped to hold though the guards still do."""
+        for table, version in entry.tables:
+            if version_of(table) != version:
+                self.restless[id(table)] = (table, self.restless.get(id(table), (table, 0))[1] + 1)
+
+    def drop(self, found: Any) -> None:
+        """Forget a specialisation."""
+        self.put([entry for entry in self.entries if entry.found is not found])
+
+    def put(self, entries: list[Entry]) -> None:
+        self.entries = tuple(entries)
+        self.runs = tuple(entry.run for entry in entries)
+
+
+def bind(found: Any, receiver: Any, args: tuple, leaves: list[Any], lifted: list[Tensor], restless: dict) -> Entry | None:
+    """Write the entry of a call; None where the general way has to check it each time."""
+    tensors = [value for value in args if type(value) in PLAIN]
+    if not (tensors or lifted) or any(type(value) not in PLAIN for value in lifted) or beyond():
+        return None
+    values = [literal(number, value) for number, value in enumerate(args) if type(value) not in PLAIN]
+    watched = watch(found.guards.writer, lifted, restless)
+    if watched is None or None in values:
+        return None
+    unique = {id(value): f"a{number}" for number, value in reversed([*enumerate(args)]) if type(value) in PLAIN}
+    twins = [f"a{n} is {unique[id(v)]}" for n, v in enumerate(args) if type(v) in PLAIN and unique[id(v)] != f"a{n}"]
+    distinct = sorted(unique.values(), key=lambda name: int(name[1:]))
+    scope = torch_state() | watched.scope | {"owner": receiver, "lifted": tuple(lifted), "body": found.body, "MISS": MISS, "ERRORS": ERRORS}
+    scope |= {f"v{number}": value for number, value in enumerate(args) if type(value) not in PLAIN}
+    scope |= {"result": found.result, "local": LOCAL}
+    scope["same_tensors"] = tensor_check([*(args[int(name[1:])] for name in distinct), *lifted])
+    rest = [] if not lifted else ["*lifted"]
+    conditions = [f"same_tensors({', '.join([*distinct, *rest])})", *values, *twins, *STATE, *watched.conditions]  # type: ignore[list-item]
+    inputs = [f"a{position}" for position in found.captured.positions] + rest
+    if found.pattern is not None:
+        scope |= {"memory_pattern": memory_pattern, "pattern": found.pattern}
+        conditions.append(f"memory_pattern([{', '.join(inputs)}]) == pattern")
+    source = text(len(args), conditions, returned(found, inputs))
+    exec(compile(source, f"<entry of {found.captured.name or 'function'}>", "exec"), scope)
+    again = found.lifted(leaves)  # after the versions were taken: what changed in between would go unseen
+    if again is None or any(one is not other for one, other in zip(again, lifted, strict=True)):
+        return None
+    return Entry(found, receiver, scope["entry"], source, watched.tables)
+
+
+def text(count: int, conditions: list[str], result: str) -> str:
+    names = "".join(f"a{number}, " for number in range(count))
+    lines = ["def entry(receiver, args):", f"    if receiver is not owner or len(args) != {count}: return MISS"]
+    lines += [f"    {names}= args"] if count else []
+    lines.append("    try:")
+    lines += [f"        if not ({' and '.join(conditions[start : start + 16])}): return MISS" for start in range(0, len(conditions), 16)]
+    return "\n".join([*lines, "    except ERRORS: return MISS", f"    return {result}", ""])
+
+
+def returned(found: Any, inputs: list[str]) -> str:
+    """The expression that runs the graph and builds the user's result."""
+    call = f"body({', '.join(inputs)})" if found.spread else f"body([{', '.join(inputs)}])"
+    captured = found.captured
+    return f"{call}[0]" if captured.structure is None and captured.outputs == (0,) else f"result({call})"
+
+
+def literal(number: int, value: Any) -> str | None:
+    """The condition under which a Python argument is what it was; None for one that only the general key can compare."""
+    name, then, kind = f"a{number}", f"v{number}", type(value)
+    if value is None or kind is bool:
+        return f"{name} is {value}"
+    if kind is int or kind is str or kind is float and value and not math.isnan(value):  # 0.0 == -0.0, and nan is never equal
+        return f"type({name}) is {kind.__name__} and {name} == {then}"
+    return f"{name} is {then}" if kind in (torch.dtype, torch.memory_format, torch.layout) else None
+
+
+# The state of torch: as `guards.state_key` and `function.elsewhere` see it; what those tell apart beyond this is not bound.
+
+STATE = (
+    "grad() is grad_now",
+    "not autocast()",
+    "not modes()",
+    "not functions()",
+    "dtype() is dtype_now",
+    "deterministic() is deterministic_now",
+    "not (hooks_0 or hooks_1 or hooks_2 or hooks_3)",
+    "getattr(local, 'recorder', None) is None",
+)
+
+
+def torch_state() -> dict[str, Any]:
+    """What the conditions of `STATE` mean."""
+    tables = (hooks._global_forward_hooks, hooks._global_forward_pre_hooks, hooks._global_backward_hooks, hooks._global_backward_pre_hooks)
+    found: dict[str, Any] = {f"hooks_{number}": table for number, table in enumerate(tables)}
+    found |= {"autocast": torch._C._is_any_autocast_enabled, "modes": torch._C._len_torch_dispatch_stack}
+    found |= {"functions": torch._C._len_torch_function_stack, "grad": torch._C.is_grad_enabled, "dtype": torch.get_default_dtype}
+    found["deterministic"] = torch._C._get_deterministic_algorithms
+    return found | {f"{name}_now": found[name]() for name in ("grad", "dtype", "deterministic")}
+
+
+def beyond() -> bool:
+    """Whether the state now is one that entries leave to the general way: autocast, modes, hooks of every module, a capture."""
+    scope = torch_state() | {"local": LOCAL}
+    return not all(eval(condition, scope) for condition in STATE)
+
+
+# What the capture read.
+
+
+@dataclass(slots=True)
+class Watched:
+    """The reads of a capture as conditions on versions of dicts, on empty containers, and as they are."""
+
+    scope: dict[str, Any]
+    conditions: list[str]
+    tables: tuple[tuple[dict, int], ...] = ()
+
+
+def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched | None:
+    """Sort the guards' conditions; None where one of them compares a read value with an argument."""
+    tables: dict[int, dict] = {}
+    empty: list[Any] = []
+    conditions: list[str] = []
+    for condition, read in writer.guarded:
+        if "leaves[" in condition:
+            return None
+        holders, contents = covered(read, writer, restless)
+        if holders is None:
+            conditions.append(condition)
+            continue
+        tables |= {id(table): table for table in holders}
+        if contents is not None:
+            empty.append(contents)
+    scope = dict(writer.scope)
+    for number, value in enumerate(lifted):
+        read = writer.captured.recorder.sources.get(id(writer.captured.lifted[number]))
+        holders = () if read is None else holders_of(read, restless)
+        if holders is None:
+            conditions.append(f"{writer.expression(read)} is lifted[{number}]")
+        else:
+            tables |= {id(table): table for table in holders}
+    scope |= {name: value for name, value in writer.scope.items() if name not in scope}  # an expression may have pinned more
+    if empty:
+        scope["empty"] = tuple(empty)
+        conditions.insert(0, "not any(empty)")
+    versions = tuple((table, version_of(table)) for table in tables.values())
+    if tables:
+        scope["unchanged"] = dict_check(tuple(tables.values()))
+        conditions.insert(0, "unchanged()")
+    return Watched(scope, conditions, versions)
+
+
+def covered(read: Read, writer: Any, restless: dict) -> tuple[tuple[dict, ...] | None, Any]:
+    """The dicts whose versions stand for a condition, None where none do; and the container that in addition has to stay empty."""
+    holders = holders_of(read, restless)
+    value = read.value
+    if holders is None or read.how == "absent" or not isinstance(value, CONTAINERS) or fixed(value):
+        return holders, None
+    now = eval(writer.expression(read), writer.scope)
+    if not value:
+        return holders, now
+    if versioned(now, restless) and not any(isinstance(item, CONTAINERS) and not fixed(item) for item in now.values()):
+        return (*holders, now), None
+    return None, None
+
+
+def holders_of(read: Read, restless: dict) -> tuple[dict, ...] | None:
+    """The dicts that have to stay as they are for a read to give the same object."""
+    if read.how not in ("item", "absent", "entry") or not versioned(read.table, restless):
+        return None
+    if read.how != "entry":
+        return (read.table,)
+    section = read.table.get(read.section)
+    return (read.table, section) if versioned(section, restless) else None
+
+
+def versioned(table: Any, restless: dict) -> bool:
+    """Whether the version of a dict stands for what it holds; not so for globals, which any function may write at any time."""
+    if type(table) not in (dict, OrderedDict) or not counts_changes() or "__builtins__" in table:
+        return False
+    return restless.get(id(table), (None, 0))[1] < RESTLESS
+
+
+def fixed(value: Any) -> bool:
+    """Whether a container can never change: a tuple or frozenset of plain values."""
+    plain = isinstance(value, (tuple, frozenset))
+    return plain and all(fixed(item) if isinstance(item, CONTAINERS) else type(item) in VALUES for item in value)
