@@ -63,6 +63,7 @@ class Report:
         control: what each `if`, loop and condition on a tensor became, and why.
         regions: blocks that were captured and compiled once, each with its number of calls (see `fusejit.lazy_inline`).
         inlined: blocks that were captured in place though marked or repeated: (class, reason).
+        dynamic: which sizes of the arguments may vary and why, and which may not.
         graphs: where a call is cut into several graphs, the report of each, in the order in which they run; empty otherwise.
     """
 
@@ -81,6 +82,7 @@ class Report:
     graphs: tuple[Report, ...] = ()
     regions: tuple[Any, ...] = ()
     inlined: tuple[tuple[str, str], ...] = ()
+    dynamic: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -118,6 +120,7 @@ class Report:
         inlined = [f"{name}: {reason}" for name, reason in self.inlined]
         for title, rows in (
             ("control flow", self.control),
+            ("sizes", self.dynamic),
             ("regions", regions),
             ("captured in place", inlined),
             ("fallbacks", self.fallbacks),
@@ -170,6 +173,7 @@ def report(found: Specialisation, name: str) -> Report:
         effects=tuple(found.effects), control=tuple(found.control), eager=_eager(found),
         bytes_minimum=_bytes_minimum(found, backward),
         compile_ms=found.stages_ms, stages=dict(found.record), why=found.why, inlined=tuple(dict.fromkeys(found.inlined)),
+        dynamic=tuple(found.dynamic),
         regions=_regions(found),
     )  # fmt: skip
 

@@ -28,6 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from . import config
 from .backend import Reader
 from .capture import trace, tree
+from .capture.dynamic import Dynamic
 from .capture.guards import key_of, state_key
 from .capture.mutable import family
 from .capture.reasons import differences, named
@@ -35,6 +36,7 @@ from .errors import CaptureError, FusejitError, Unsupported
 from .forks import renewed
 from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
 from .runtime.bind import MISS, Bindings
+from .sizes import specialise_sizes
 from .specialise import Fallback, Settings, Specialisation, eager_specialisation, refusal, resolve, specialise
 
 log = logging.getLogger("fusejit")
@@ -112,6 +114,7 @@ class JitFunction:
         self._table: dict[Any, tuple[Specialisation, ...]] = {}
         self._order: list[Any] = []
         self._lengths: dict[Any, Any] = {}
+        self._sizes = Dynamic(settings.dynamic)
         self._lock = renewed(threading.RLock())
         self._held: dict[int, int] = {}
         self._changing: dict[str, int] = {}
@@ -208,7 +211,11 @@ class JitFunction:
         return self.__wrapped__ if receiver is None else types.MethodType(self.__wrapped__, receiver)
 
     def miss(self, key: Any, receiver: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
-        """Capture and compile this call, then run it."""
+        """Run a call of new sizes by what holds for many, or capture and compile it."""
+        known = self._sizes.find(key, leaves)
+        if known is not None:
+            self._hits += 1
+            return known[0].run(leaves, known[1])
         if self.full(receiver):
             return self.plain(receiver, args, kwargs)
         try:
@@ -230,6 +237,8 @@ class JitFunction:
                 lifted = found.lifted(leaves)
                 if lifted is not None:
                     return found, lifted
+            if (known := self._sizes.find(key, leaves)) is not None:
+                return known
             self._misses += 1
             kin = family(key[0])
             length = self._lengths.get(kin, key[0])
@@ -237,7 +246,9 @@ class JitFunction:
                 reason = "one length is compiled, and this is another; fusejit.mutable(..., dynamic_len=False) compiles each"
                 raise Unsupported("a mutable argument of another length", reason)
             with nesting(self.settings):
-                found = specialise(self.bound(receiver), args, kwargs, leaves, self.settings, receiver)
+                fn, name = self.bound(receiver), named(self.__wrapped__, receiver is not None)
+                make = functools.partial(specialise, fn, args, kwargs, leaves, self.settings, receiver)
+                found = specialise_sizes(self._sizes, key, leaves, name, make)
             lifted = found.lifted(leaves)
             if lifted is None:
                 raise Unsupported(self.settings.name, "something that it reads changes while it is captured")
@@ -253,7 +264,7 @@ class JitFunction:
         receiver = key[3]
         known = [(other, item.guards) for other, item in self._order]
         changes = differences(key, leaves, known, named(self.__wrapped__, receiver != id(None)))
-        found.why = "; ".join(map(str, changes[:3]))
+        found.why = found.why or "; ".join(map(str, changes[:3]))
         self._table[key] = (found, *self._table.get(key, ()))
         self._order.append((key, found))
         self._held[receiver] = self._held.get(receiver, 0) + 1
@@ -261,6 +272,7 @@ class JitFunction:
             old_key, old = self._order.pop(0)
             self._table[old_key] = tuple(item for item in self._table[old_key] if item is not old)
             self._bound.drop(old)
+            self._sizes.forget(old_key, old)
             self._held[old_key[3]] -= 1
             for table, name in ((self._table, old_key), (self._held, old_key[3])):
                 if not table[name]:  # type: ignore[index]
@@ -339,6 +351,8 @@ class JitFunction:
         for found in self._table.get(key, ()):
             if found.lifted(leaves) is not None:
                 return found
+        if (known := self._sizes.find(key, leaves)) is not None:
+            return known[0]
         if self.full(receiver):
             limit = config.read("specialisations")
             error = Unsupported(TOO_MANY.format(limit), "new kinds of calls run eagerly (FUSEJIT_SPECIALISATIONS)")
@@ -406,6 +420,7 @@ class JitFunction:
         """Forget all specialisations."""
         with self._lock:
             self._table, self._order, self._held, self._reader, self._lengths, self._bound = {}, [], {}, None, {}, Bindings()
+            self._sizes = Dynamic(self.settings.dynamic)
             for part in self._split.segments if self._split is not None else ():
                 part.cache_clear()
 

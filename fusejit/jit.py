@@ -47,7 +47,9 @@ def jit(
         fullgraph: raise `CaptureError` where the function cannot be captured, instead of running it eagerly.
         backend: "auto" (triton for CUDA tensors, eager otherwise), "triton", "interpret" (the kernels on the CPU), "eager".
             FUSEJIT_BACKEND replaces "auto".
-        dynamic: None or False: one specialisation a shape.
+        dynamic: None specialises on the first sizes and makes a dimension that changes a symbol at the second; True makes every dimension
+            of the arguments a symbol at once; False compiles each shape. Sizes 0 and 1 are always specialised. What
+            `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic` and `mark_static` noted on a tensor is honoured (not with False).
         numerics: "fast" rounds a fused chain once, "eager" after each op as torch does.
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
             overflows or is nan (codegen/algebra.py has the table).
@@ -59,7 +61,7 @@ def jit(
     Raises:
         ValueError: an option is none of its choices. TypeError: the argument is not callable.
     """
-    settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math)
+    settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math, dynamic=dynamic)
     check("fullgraph", fullgraph, (False, True))
     check("fast_math", fast_math, (False, True))
     check("capture_mode", capture_mode, MODES)
@@ -67,8 +69,6 @@ def jit(
     check("backend", backend, BACKENDS)
     check("numerics", numerics, NUMERICS)
     check("dynamic", dynamic, (None, False, True))
-    if dynamic is True:
-        raise NotImplementedError("dynamic=True is not available yet: use None or False, which compile once per shape")
     if fn_or_module is None:
         return functools.partial(make, settings=settings)
     return make(fn_or_module, settings=settings)

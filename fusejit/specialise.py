@@ -27,6 +27,7 @@ from .capture.guards import Guards, memory_pattern
 from .capture.lines import error_lines
 from .capture.reads import Effect
 from .capture.regions import Regions
+from .capture.symbols import Symbols
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
@@ -47,6 +48,7 @@ class Settings:
 
     `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they have at
     capture. `apart`: forward and backward are two programs on every backend, also on "eager". `regions`: equal blocks are captured once.
+    `dynamic`: see `fusejit.jit`.
     """
 
     capture_mode: str = "ast"
@@ -60,6 +62,7 @@ class Settings:
     constants: bool = False
     apart: bool = False
     regions: bool = True
+    dynamic: bool | None = False
 
 
 def check(name: str, value: Any, choices: tuple) -> None:
@@ -95,6 +98,7 @@ class Specialisation:
         body: the graph as a function of its inputs, given one by one where `spread`, as a list that it may clear otherwise; what the hot
             path calls (runtime/bind.py), None where that leaves the call alone. result: from the body's results to the user's.
         pattern: how the inputs share memory, where that matters.
+        dynamic: what is said of its sizes: which are symbols and why, which could not be.
     """
 
     backend: str
@@ -118,6 +122,7 @@ class Specialisation:
     spread: bool = False
     result: Callable[[Sequence[Any]], Any] | None = None
     pattern: tuple | None = None
+    dynamic: list[str] = field(default_factory=list)
 
     @property
     def backward(self) -> Any:
@@ -138,21 +143,25 @@ class Specialisation:
         return found
 
 
-def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], settings: Settings, receiver: Any = None) -> Specialisation:
-    """Capture a call and compile it for the backend of its tensors.
+def specialise(
+    fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], settings: Settings, receiver: Any = None, symbols: Symbols | None = None
+) -> Specialisation:
+    """Capture a call and compile it for the backend of its tensors; with `symbols`, for all sizes that pass their check.
 
     Raises:
-        Unsupported: it cannot be captured. CompileError: it cannot be compiled, and `settings.fullgraph` is set.
+        Unsupported: it cannot be captured, or not with symbols. CompileError: it cannot be compiled, and `settings.fullgraph` is set.
     """
     start = time.perf_counter()
     watch = () if receiver is None else (receiver,)
     control: list[Outcome] = []
     whole = settings.fast_math or settings.constants or settings.apart  # what looks at, or differentiates, the graph as a whole
-    regions = Regions if settings.regions and not whole else None
+    if symbols is not None and whole:
+        raise Unsupported("dynamic sizes", "fast_math, frozen constants and separate halves look at one shape")
+    regions = Regions if settings.regions and not whole and symbols is None else None
     if settings.capture_mode == "ast":
-        captured, control = capture_rewritten(fn, args, kwargs, settings.name, watch, regions)
+        captured, control = capture_rewritten(fn, args, kwargs, settings.name, watch, regions, symbols)
     else:
-        captured = capture(fn, args, kwargs, settings.name, watch, regions=regions)
+        captured = capture(fn, args, kwargs, settings.name, watch, regions=regions, symbols=symbols)
     if settings.fast_math:
         captured.graph = algebra(captured.graph)
     if settings.constants:
@@ -164,15 +173,38 @@ def specialise(fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], setti
     )
     found.effects, found.control = list(captured.effects), control
     found.inlined += captured.regions.inlined if captured.regions else ()
-    found.differentiable = tuple(tensor.requires_grad for tensor in tensors)
+    found.differentiable = tuple(tensor.requires_grad for tensor in tensors) + (False,) * len(symbols.names if symbols is not None else ())
     found.record["capture"] = captured.graph
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
     positions, unflatten = captured.positions, result_builder(captured)
     if (found.backend == "eager" or settings.jit_level == "O0") and not settings.apart:
         set_eager_run(found, eager(captured.graph), positions, unflatten)
-        return found
-    compile_into(found, tensors, settings)
+    else:
+        compile_into(found, tensors, settings, None if symbols is None else symbols.inputs(tensors))
+    if symbols is not None:
+        hold_for_sizes(found, symbols, tensors)
     return found
+
+
+def hold_for_sizes(found: Specialisation, symbols: Symbols, tensors: list[Tensor]) -> None:
+    """Let a specialisation hold for all sizes that its symbols' check takes; they are the last inputs of its graph.
+
+    Raises:
+        Unsupported: it could not be compiled with symbols, or tensors share memory in a way that one shape alone tells.
+    """
+    if "error" in found.record:
+        raise Unsupported("dynamic sizes", str(found.fallbacks[-1]))
+    if found.built is not None and found.built.mutates and memory_pattern(tensors):
+        raise Unsupported("dynamic sizes", "tensors that the function changes share memory")
+    check, lifted = symbols.check(), found.lifted
+
+    def with_sizes(leaves: list[Any]) -> list[Any] | None:
+        sizes = check(leaves)
+        inputs = None if sizes is None else lifted(leaves)
+        return None if inputs is None else [*inputs, *sizes]  # type: ignore[misc]
+
+    found.lifted = with_sizes
+    found.record["sizes"] = symbols.source()
 
 
 def eager_specialisation(error: Unsupported, name: str, receiver: Any, leaves: list[Any]) -> Specialisation:
@@ -225,14 +257,14 @@ def set_eager_run(found: Specialisation, run: Callable, positions: tuple[int, ..
     found.run, found.body, found.spread, found.result = runner, run, True, unflatten
 
 
-def compile_into(found: Specialisation, tensors: list[Tensor], settings: Settings) -> None:
-    """Compile the captured graph; on failure leave the captured graph running eagerly, recorded."""
+def compile_into(found: Specialisation, tensors: list[Tensor], settings: Settings, fakes: list[Any] | None = None) -> None:
+    """Compile the captured graph; on failure leave the captured graph running eagerly, recorded. `fakes` have the symbolic sizes."""
     captured = found.captured
     assert captured is not None
     positions, unflatten = captured.positions, result_builder(captured)
     try:
         check_devices(found.backend, tensors)
-        found.built = built = build_programs(found, captured.graph, tensors, settings)
+        found.built = built = build_programs(found, captured.graph, tensors if fakes is None else fakes, settings)
     except Exception as error:
         fail_compile(found, error, settings)
         set_eager_run(found, eager(captured.graph), positions, unflatten)

@@ -134,7 +134,7 @@ def test_the_limit(limit, caplog):
         next(ran)
         return x * 2
 
-    jitted = jit(f)
+    jitted = jit(f, dynamic=False)
     for size in range(1, 10):
         assert jitted(torch.ones(size)).sum() == 2 * size
     assert jitted.cache_info()[:3] == (limit, 0, limit)
@@ -154,7 +154,7 @@ def test_the_limit(limit, caplog):
 
 
 def test_the_limit_is_sixteen(monkeypatch):
-    jitted = jit(lambda x: x * 2)
+    jitted = jit(lambda x: x * 2, dynamic=False)
     for size in range(1, 20):
         jitted(torch.ones(size))
     assert jitted.cache_info().specialisations == 16

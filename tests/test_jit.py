@@ -176,8 +176,6 @@ def test_options():
     for wrong in ({"capture_mode": "x"}, {"jit_level": 2}, {"backend": "cuda"}, {"numerics": "slow"}, {"fullgraph": 1}, {"dynamic": 2}):
         with pytest.raises(ValueError, match="choose one of"):
             jit(torch.sin, **wrong)
-    with pytest.raises(NotImplementedError, match="dynamic"):
-        jit(torch.sin, dynamic=True)
 
 
 def test_disable(monkeypatch):

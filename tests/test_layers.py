@@ -21,8 +21,10 @@ ORDER = [
       "codegen/render", "codegen/render_foreach", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/names", "capture/mutable", "capture/tree", "capture/reads", "capture/arguments"),
     *("rewrites/", "rewrites/source", "rewrites/jumps", "rewrites/liveness", "rewrites/select", "rewrites/flow", "rewrites/outline"),
-    *("capture/effects", "capture/generators", "capture/identity", "capture/ordered", "capture/transforms", "capture/trace"),
-    *("capture/guards", "capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode", "rewrites/exclude"),
+    *("capture/effects", "capture/generators", "capture/identity", "capture/ordered", "capture/transforms", "capture/refused",
+      "capture/symbols", "capture/trace"),
+    *("capture/guards", "capture/dynamic", "capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode"),
+    "rewrites/exclude",
     *("capture/relocate", "capture/cut", "capture/regions", "rewrites/lazy_inline", "rewrites/hypermap"),
     *("rewrites/arms", "rewrites/numbers", "rewrites/aliases", "rewrites/merge", "rewrites/surroundings"),
     *("rewrites/pieces", "rewrites/branches"),
@@ -32,7 +34,7 @@ ORDER = [
     *("rewrites/ensemble", "rewrites/batch"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/launch", "runtime/tune", "runtime/direct", "runtime/eager", "runtime/bind"),
-    *("compile", "specialise", "explain", "backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
+    *("compile", "specialise", "sizes", "explain", "backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
       "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 

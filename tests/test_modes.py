@@ -127,10 +127,7 @@ def test_case_52_options_list_their_choices(name):
         assert f"{name}={value!r}" in str(raised.value)
         assert all(repr(choice) in str(raised.value) for choice in choices)
     for choice in choices:
-        if choice is not True or name != "dynamic":
-            jit(torch.sin, **{name: choice})
-    with pytest.raises(NotImplementedError, match="dynamic=True"):
-        jit(torch.sin, dynamic=True)
+        jit(torch.sin, **{name: choice})
     with pytest.raises(TypeError):
         jit(torch.sin, no_such_option=1)
 

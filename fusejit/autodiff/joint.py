@@ -180,13 +180,13 @@ def lift_constants(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, 
 
 
 def fake_inputs(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Fake twins of tensors, in one mode, with what they share; fake ones are kept."""
+    """Fake twins of tensors, in one mode, with what they share; fake ones and sizes are kept."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     modes = {value.fake_mode for value in inputs if isinstance(value, FakeTensor)}
     mode = modes.pop() if modes else FakeTensorMode()
     with torch.inference_mode(False):
-        return [value if isinstance(value, FakeTensor) else mode.from_tensor(value) for value in inputs]
+        return [value if isinstance(value, (FakeTensor, torch.SymInt, int)) else mode.from_tensor(value) for value in inputs]
 
 
 def build(

@@ -39,14 +39,14 @@ from .identity import check_identities
 from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame, user_line
 from .ordered import OPS as ORDERED
 from .reads import Effect
+from .refused import DATA, REFUSED, WAY_OUT, T
+from .symbols import Symbols
 from .transforms import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
 
 Tensor = torch.Tensor
 LOCK = awaited(threading.RLock())
 """One capture at a time: it replaces attribute methods of classes that all threads share."""
 LOCAL = threading.local()
-
-WAY_OUT = "keep it outside the jitted function, or compute it with tensor ops"
 
 
 @dataclass(slots=True)
@@ -106,43 +106,13 @@ def entry_of(frame: Any) -> str:
     return getattr(LOCAL, "entry", "") or frame_entry(frame)
 
 
-# Functions of torch that a graph cannot repeat: what the user calls them.
-T: Any = torch.Tensor
-VALUE = "reads the values of a tensor, which are not known while capturing"
-GRADIENT = "changes how gradients flow by a Python callback, which a graph cannot keep"
-REFUSED: dict[Any, tuple[str, str]] = {
-    T.item: (".item()", VALUE),
-    T.tolist: (".tolist()", VALUE),
-    T.numpy: (".numpy()", VALUE),
-    T.__array__: ("a conversion to numpy", VALUE),
-    T.data_ptr: (".data_ptr()", "depends on the address of a tensor"),
-    T.__repr__: ("printing a tensor", VALUE),
-    T.__format__: ("formatting a tensor", VALUE),
-    T.__deepcopy__: ("copy.deepcopy of a tensor", "needs the tensor's storage; use .clone()"),
-    T.__reduce_ex__: ("pickling a tensor", VALUE),
-    T.register_hook: ("Tensor.register_hook", GRADIENT),
-    T.register_post_accumulate_grad_hook: ("Tensor.register_post_accumulate_grad_hook", GRADIENT),
-    T.retain_grad: ("Tensor.retain_grad", "asks for the gradient of a value that exists only inside the graph"),
-    T.requires_grad_: ("Tensor.requires_grad_", "changes a tensor's autograd state inside the graph"),
-    T.requires_grad.__set__: ("setting .requires_grad", "changes a tensor's autograd state inside the graph"),
-    T.grad.__get__: ("reading .grad", "reads a gradient that is not an input of the graph; pass it as an argument"),
-    T.grad.__set__: ("setting .grad", "changes a gradient from inside the graph"),
-    T.grad_fn.__get__: ("reading .grad_fn", "depends on autograd's own graph"),
-    T.data.__set__: ("setting .data", "replaces a tensor's memory inside the graph"),
-    T.backward: ("Tensor.backward", "runs autograd inside the graph; jit the forward function and call backward outside"),
-    torch.autograd.grad: ("torch.autograd.grad", "runs autograd inside the graph; jit the forward function and call it outside"),
-    torch.autograd.backward: ("torch.autograd.backward", "runs autograd inside the graph; call it outside"),
-    torch.from_numpy: ("torch.from_numpy", "would freeze the array's values; pass a tensor"),
-}
-DATA = T.data.__get__
-
-
 class Tracing(TorchFunctionMode):
     """Sees each torch call of the body first: replaces real tensors by inputs of the graph, notes the user's line, refuses what is lost."""
 
-    def __init__(self, fake_mode: Any, stop: Any) -> None:
+    def __init__(self, fake_mode: Any, symbols: Symbols | None = None) -> None:
         super().__init__()
-        self.fake_mode, self.stop = fake_mode, stop
+        self.fake_mode, self.symbols = fake_mode, symbols
+        self.stop: Any = None
         self.twins: dict[int, Any] = {}
         self.arguments: dict[int, int] = {}
         self.lifted: list[tuple[Tensor, torch.fx.Node]] = []
@@ -168,6 +138,8 @@ class Tracing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         import torch.fx.traceback as fx_traceback  # the module's attribute `current_meta` is replaced now and then
 
+        if self.symbols is not None:
+            self.symbols.bear()
         caller = sys._getframe(1)
         frame = user_frame(caller, self.stop)
         if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None) and not of_transform(caller):
@@ -216,7 +188,8 @@ class Tracing(TorchFunctionMode):
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) not in self.twins:
                 with torch.inference_mode(False):
-                    self.twins[id(leaf)] = leaf if isinstance(leaf, FakeTensor) else self.fake_mode.from_tensor(leaf)
+                    fake = self.fake_mode.from_tensor if self.symbols is None else self.symbols.fake
+                    self.twins[id(leaf)] = leaf if isinstance(leaf, FakeTensor) else fake(leaf)
                 self.arguments[id(leaf)] = len(positions)
                 positions.append(number)
         return positions
@@ -285,6 +258,7 @@ def capture(
     watch: tuple = (),
     rewrite: Callable | None = None,
     regions: Callable | None = None,
+    symbols: Symbols | None = None,
 ) -> Captured:
     """Trace `fn(*args, **kwargs)` without computing anything.
 
@@ -295,6 +269,7 @@ def capture(
         watch: objects whose attribute reads matter besides `fn` (a method's `self`).
         rewrite: makes of `fn`, and of (the `forward` that a module reads, the module), what is run instead; `fn` itself is watched.
         regions: makes what sees the calls of repeated blocks (see regions.py); None captures every call in place.
+        symbols: the sizes that may vary (see symbols.py); they become the graph's last inputs.
 
     Raises:
         Unsupported: something in the body cannot be captured; names the user's line.
@@ -305,12 +280,13 @@ def capture(
     structure = tree.flatten((args, kwargs), leaves)
     check_arguments(structure, leaves)
     with LOCK:
-        return trace_once(fn, structure, leaves, name, watch, rewrite, regions)
+        return trace_once(fn, structure, leaves, name, watch, rewrite, regions, symbols)
 
 
 def trace_once(
-    fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, rewrite: Callable | None, regions: Callable | None
-) -> Captured:
+    fn: Callable, structure: Any, leaves: list[Any], name: str, watch: tuple, rewrite: Callable | None, regions: Callable | None,
+    symbols: Symbols | None,
+) -> Captured:  # fmt: skip
     """Run the body once; whatever happens, put the user's objects back."""
     watcher = LOCAL.recorder = Recorder(rewrite)
     generators = random.getstate(), numpy_state()
@@ -319,7 +295,7 @@ def trace_once(
     try:
         for item in (fn, *watch, *leaves):
             watcher.watch(item)
-        captured = run_body(fn if rewrite is None else rewrite(fn), structure, leaves, name, watcher, regions)
+        captured = run_body(fn if rewrite is None else rewrite(fn), structure, leaves, name, watcher, regions, symbols)
     except BaseException as raised:  # put back in order below, whatever it was
         error = raised
     finally:
@@ -344,15 +320,17 @@ def trace_once(
     return captured
 
 
-def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher: Recorder, regions: Callable | None) -> Captured:
+def run_body(
+    fn: Callable, structure: Any, leaves: list[Any], name: str, watcher: Recorder, regions: Callable | None, symbols: Symbols | None
+) -> Captured:
     """The trace itself: fake inputs, make_fx, and the graph put in order."""
     import torch.fx.traceback as fx_traceback
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
     modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
-    fake_mode = modes.pop() if modes else FakeTensorMode()
-    tracing = Tracing(fake_mode, None)
+    fake_mode = modes.pop() if modes else symbols.mode if symbols is not None else FakeTensorMode()
+    tracing = Tracing(fake_mode, symbols)
     blocks = regions and regions(tracing, watcher)
     positions = tracing.take(leaves)
     fakes = [tracing.twins[id(leaves[position])] for position in positions]
@@ -384,6 +362,8 @@ def run_body(fn: Callable, structure: Any, leaves: list[Any], name: str, watcher
     if blocks:
         blocks.finish(module)
     order_graph(module, [node for _, node in tracing.lifted])
+    if symbols is not None:
+        module = symbols.bind(module)
     lifted = tuple(value for value, _ in tracing.lifted)
     outputs = sort_outputs(result[1])
     return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name, regions=blocks)
@@ -459,6 +439,8 @@ def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
         if isinstance(item, Tensor):
             found.append(count)
             count += 1
+        elif isinstance(item, torch.SymInt):
+            found.append(Constant(int(item)))  # the size is fixed by that
         elif isinstance(item, OUTPUT_VALUES) or callable(item) or not hasattr(item, "__dict__"):
             found.append(Constant(item))
         else:

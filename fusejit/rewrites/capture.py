@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..capture.symbols import Symbols
 from ..capture.trace import Captured, capture
 from .aliases import check_aliases
 from .branches import Weaver
@@ -39,8 +40,9 @@ def checked(function: Callable, session: Session) -> Callable:
 
 
 def capture_rewritten(
-    fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = (), regions: Callable | None = None
-) -> tuple[Captured, list[Outcome]]:
+    fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = (), regions: Callable | None = None,
+    symbols: Symbols | None = None,
+) -> tuple[Captured, list[Outcome]]:  # fmt: skip
     """See `capture`.
 
     Raises:
@@ -53,7 +55,7 @@ def capture_rewritten(
 
     with recording() as session:
         try:
-            captured = capture(fn, args, kwargs, name, watch, rewrite, regions)
+            captured = capture(fn, args, kwargs, name, watch, rewrite, regions, symbols)
         except NameError as error:
             explained = explain_unbound(error, session)
             if explained is None:

@@ -214,7 +214,7 @@ def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched | None:
         if contents is not None:
             empty.append(contents)
     scope = dict(writer.scope)
-    for number, value in enumerate(lifted):
+    for number in range(len(lifted)):
         read = writer.captured.recorder.sources.get(id(writer.captured.lifted[number]))
         holders = () if read is None else holders_of(read, restless)
         if holders is None:

@@ -1,0 +1,304 @@
+"""Symbols: sizes that may vary, for one capture: the fake tensors that have them, the graph's inputs for them, and their check.
+
+In: the leaves of a call and the axes of them that may vary. Out: `Symbols`: a fake twin of each tensor, and afterwards the graph with
+the sizes as inputs, and the text of a function that reads them from a call, or says that the graph does not hold for it.
+
+    >>> symbols = Symbols([torch.ones(5, 64)], {0: frozenset({0})}); ...; print(symbols.source())
+    def sizes(leaves):
+        s0, n = leaves[0].shape
+        if not (n == 64 and leaves[0].stride() == (64, 1) and 2 <= s0 <= 1099511627776 and s0 > 4): return None
+        return [s0]
+
+torch's ShapeEnv does the algebra and collects the guards; equal sizes share a symbol (duck shaping) and are then checked to be equal.
+0 and 1 are never symbols: torch specialises on them, and so do we.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import Unsupported
+from .lines import frame_entry, shorten, user_frame
+
+Tensor = torch.Tensor
+LARGEST = 1 << 40
+"""No size is larger; a bound that lets most comparisons be proved."""
+MOST_GUARDS = 128
+MOST_SECONDS = 30.0
+"""Beyond these a capture with symbols costs more than programs for single shapes."""
+SIZE_OPS = {torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default,
+            torch.ops.aten.sym_storage_offset.default}  # fmt: skip
+
+INFIX = {
+    "Add": "+", "Mul": "*", "Pow": "**", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", "Equality": "==",
+    "Unequality": "!=", "StrictGreaterThan": ">", "GreaterThan": ">=", "StrictLessThan": "<", "LessThan": "<=", "And": "and", "Or": "or",
+}  # fmt: skip
+CALLED = {"Max": "max", "Min": "min"}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A size, or a stride, of a leaf: what a symbol stands for."""
+
+    leaf: int
+    number: int
+    stride: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Specialised:
+    """A symbol that the body needed the value of; `line` is the user's where that is known; `shared`: others had it."""
+
+    axis: Axis
+    value: int
+    line: str = ""
+    shared: bool = False
+
+    def __str__(self) -> str:
+        return f"its value {self.value} is needed" + (f" at {self.line}" if self.line else " by the function")
+
+
+class Symbols:
+    """The symbols of one capture.
+
+    Attributes:
+        mode: the fake mode whose ShapeEnv holds them. names: s0, s1, ..., in the order of the graph's inputs.
+        ints: {name: torch's symbolic integer}; axes: {name: every axis that has it}.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        varying: dict[int, frozenset[int]],
+        strides: frozenset[tuple[int, int]] = frozenset(),
+        apart: frozenset[Axis] = frozenset(),
+    ) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.env.guards = self.guarded = Noting()
+        self.mode = FakeTensorMode(shape_env=self.env, static_shapes=True)
+        self.ints: dict[str, Any] = {}
+        self.axes: dict[str, list[Axis]] = {}
+        self.known: dict[str, str] = {}  # torch's name of a symbol to ours
+        self.described: dict[int, tuple[tuple, tuple, tuple[str, ...], tuple[str, ...]]] = {}
+        self.numbers: dict[int, int] = {}
+        self.started = time.perf_counter()
+        duck: dict[int, str] = {}
+        for number, leaf in enumerate(leaves):
+            if number in varying and id(leaf) not in self.numbers:
+                self.numbers[id(leaf)] = number
+                self.described[number] = self.describe(leaf, number, varying[number], (strides, apart), duck)
+
+    def describe(self, leaf: Tensor, number: int, axes: frozenset[int], known: tuple, duck: dict[int, str]) -> tuple:
+        """Return the symbolic sizes and strides of a tensor, and their texts. A dense stride is a product of sizes, others are numbers."""
+        free, apart = known
+        sizes: list[Any] = list(leaf.shape)
+        texts = [str(n) for n in sizes]
+        for axis in sorted(axes):
+            if sizes[axis] > 1:
+                alone = Axis(number, axis) in apart
+                name = None if alone else duck.get(sizes[axis])
+                name = name or self.make(sizes[axis])
+                if not alone:
+                    duck[sizes[axis]] = name
+                self.axes[name].append(Axis(number, axis))
+                sizes[axis], texts[axis] = self.ints[name], name
+        strides: list[Any] = list(leaf.stride())
+        stride_texts = [str(n) for n in strides]
+        step, dense, inner = 1, 1, ["1"]
+        for axis in sorted(range(leaf.dim()), key=lambda a: (leaf.stride(a), leaf.shape[a])):
+            if not leaf.stride(axis):
+                continue
+            strides[axis], parts = dense, inner
+            if leaf.stride(axis) != step:
+                strides[axis], parts = leaf.stride(axis), [str(leaf.stride(axis))]
+                if (number, axis) in free and leaf.stride(axis) > 1:
+                    name = self.make(leaf.stride(axis))
+                    self.axes[name].append(Axis(number, axis, True))
+                    strides[axis], parts = self.ints[name], [name]
+            stride_texts[axis] = "*".join(part for part in parts if part != "1") or "1"
+            if leaf.shape[axis] != 1:
+                step, dense, inner = leaf.stride(axis) * leaf.shape[axis], strides[axis] * sizes[axis], [*parts, texts[axis]]
+        return tuple(sizes), tuple(strides), tuple(texts), tuple(stride_texts)
+
+    def make(self, value: int) -> str:
+        """Make a symbol whose value is `value` in this call."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        name = f"s{len(self.ints)}"
+        origin = source(name)
+        symbol = self.env.create_symbol(value, origin, DimDynamic.DYNAMIC)
+        self.ints[name] = self.env.create_symintnode(symbol, hint=value, source=origin)
+        self.axes[name], self.known[str(symbol)] = [], name
+        return name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.ints)
+
+    def fake(self, leaf: Tensor) -> Tensor:
+        """Make a fake twin of an argument: with symbolic sizes where they vary."""
+        number = self.numbers.get(id(leaf))
+        if number is None:
+            return self.mode.from_tensor(leaf)
+        sizes, strides, _, _ = self.described[number]
+        with torch.inference_mode(False), torch.enable_grad(), self.mode:
+            made = torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
+            if leaf.requires_grad:
+                made.requires_grad_()
+                if not leaf.is_leaf:  # a change in place is an error of a leaf, and none of this one
+                    made = Grown.apply(made)
+        return made
+
+    def inputs(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return the inputs of the graph: fake twins of its tensors (closed-over ones included), and the symbols."""
+        return [*map(self.fake, tensors), *self.ints.values()]
+
+    def bear(self) -> None:
+        """Give up where symbols cost too much.
+
+        Raises:
+            Unsupported: too many guards, or too many seconds.
+        """
+        spent = time.perf_counter() - self.started
+        if len(self.env.guards) > MOST_GUARDS or spent > MOST_SECONDS:
+            raise Unsupported("dynamic sizes", f"{len(self.env.guards)} guards on sizes after {spent:.0f} s")
+
+    # -- the check
+    def text(self, expression: Any) -> str:
+        """Write a size or a guard of torch's as Python over our names.
+
+        Raises:
+            Unsupported: it is no integer expression.
+        """
+        kind = type(expression).__name__
+        if expression.is_Symbol and str(expression) in self.known:
+            return self.known[str(expression)]
+        if getattr(expression, "is_Integer", False):
+            return str(int(expression))
+        if kind in INFIX:
+            return "(" + f" {INFIX[kind]} ".join(map(self.text, expression.args)) + ")"
+        if kind in CALLED:
+            return f"{CALLED[kind]}({', '.join(map(self.text, expression.args))})"
+        if kind == "Not":
+            return f"(not {self.text(expression.args[0])})"
+        if kind in ("BooleanTrue", "BooleanFalse"):
+            return kind.removeprefix("Boolean")
+        raise Unsupported("dynamic sizes", f"a size or a condition that is no integer expression: {expression}")
+
+    def size(self, value: Any) -> str:
+        """Write a (symbolic) integer as Python over our names."""
+        return self.text(value.node.expr) if isinstance(value, torch.SymInt) else str(int(value))
+
+    def guards(self) -> list[str]:
+        return list(dict.fromkeys(self.text(guard.expr) for guard in self.env.guards))
+
+    def source(self) -> str:
+        """The text of `sizes(leaves)`: the values of the symbols, or None where the graph does not hold."""
+        lines, tests, seen = [], [], set()
+        for number, (_, _, sizes, strides) in self.described.items():
+            targets = []
+            for axis, text in enumerate(sizes):
+                fresh = text in self.ints and text not in seen
+                targets.append(text if fresh else f"n{number}_{axis}")
+                seen.add(text)
+                if not fresh:
+                    tests.append(f"n{number}_{axis} == {text}")
+            if targets:
+                lines.append(f"    {', '.join(targets)}, = leaves[{number}].shape")
+            for axis in (a for a, text in enumerate(strides) if text in self.ints and text not in seen):
+                lines.append(f"    {strides[axis]} = leaves[{number}].stride({axis})")
+                seen.add(strides[axis])
+            tests.append(f"leaves[{number}].stride() == ({''.join(text + ', ' for text in strides)})")
+        tests += [f"2 <= {name} <= {LARGEST}" for name in self.ints]
+        tests += self.guards()
+        return "\n".join(
+            ["def sizes(leaves):", *lines, f"    if not ({' and '.join(tests)}): return None", f"    return [{', '.join(self.ints)}]", ""]
+        )
+
+    def check(self) -> Callable[[list[Any]], list[int] | None]:
+        scope: dict[str, Any] = {}
+        exec(compile(self.source(), "<sizes>", "exec"), scope)
+        return scope["sizes"]  # type: ignore[no-any-return]
+
+    def specialised(self) -> list[Specialised]:
+        """The axes whose symbol became a number."""
+        found = []
+        for name, value in self.ints.items():
+            if isinstance(value, torch.SymInt) and (number := value.node.maybe_as_int()) is not None:
+                found += [Specialised(axis, number, self.line(name), len(self.axes[name]) > 1) for axis in self.axes[name]]
+        return found
+
+    def line(self, name: str) -> str:
+        """The user's line of the guard that fixed a symbol."""
+        for guard in self.env.guards:
+            if type(guard.expr).__name__ == "Equality" and name in map(self.known.get, map(str, guard.expr.free_symbols)):
+                return self.guarded.lines.get(id(guard), "")
+        return ""
+
+    # -- the graph
+    def bind(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """Return the graph with the symbols as its last inputs; what asked a tensor for a size computes it from them."""
+        graph = torch.fx.Graph()
+        new: dict[torch.fx.Node, torch.fx.Node] = {}
+        scope: dict[str, Any] = {"max": torch.sym_max, "min": torch.sym_min}
+        made: dict[str, Any] = {}
+        for node in module.graph.nodes:
+            if node.op != "placeholder" and not (scope.keys() & self.ints.keys()):
+                for name, value in self.ints.items():
+                    place = graph.placeholder(name)
+                    place.meta["val"] = value
+                    scope[name] = torch.fx.Proxy(place)
+            if node.target in SIZE_OPS:
+                text = self.size(node.meta["val"])
+                if text not in made:
+                    value = eval(text, scope)
+                    made[text] = value.node if isinstance(value, torch.fx.Proxy) else value
+                new[node] = made[text]
+            else:
+                new[node] = graph.node_copy(node, new.__getitem__)
+        graph.lint()
+        return torch.fx.GraphModule(module, graph)
+
+
+class Noting(list):
+    """A list of guards that notes the user's line of each: torch knows it only inside Dynamo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[int, str] = {}
+
+    def append(self, guard: Any) -> None:
+        self.lines[id(guard)] = shorten(frame_entry(user_frame(sys._getframe(1))))
+        super().append(guard)
+
+
+class Grown(torch.autograd.Function):
+    """Makes a tensor that is no leaf of autograd's graph, and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def source(text: str) -> Any:
+    """What torch wants to know of where a symbol comes from: a name."""
+    from torch._guards import GuardSource, Source
+
+    class Size(Source):
+        name = text  # type: ignore[assignment]
+        guard_source = GuardSource.CONSTANT  # type: ignore[assignment]
+
+    return Size()

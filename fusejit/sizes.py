@@ -1,0 +1,44 @@
+"""Specialisations for many sizes: tried where sizes vary, and given up with a reason where one shape alone can be had.
+
+In: a call that no specialisation holds for, and how to make one. Out: a `Specialisation`, with or without symbols; what was decided is in
+its `dynamic`.
+
+    >>> specialise_sizes(sizes, key, leaves, name, make).dynamic
+    ['dimension 0 of x changed: 4 → 7, now dynamic']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .capture.dynamic import Dynamic
+from .errors import CaptureError, Unsupported
+from .specialise import BackendError, Specialisation
+
+
+def specialise_sizes(
+    sizes: Dynamic, key: tuple, leaves: list[Any], name: Callable[[Any, int], str], make: Callable[..., Specialisation]
+) -> Specialisation:
+    """Make a specialisation for many sizes where `sizes` wants that, and for this shape alone where that is not to be had."""
+    choice = sizes.choose(key, leaves, name)
+    notes = [f"all sizes are numbers: {choice.why}"] if choice.why and choice.symbols is None else []
+    if choice.symbols is not None:
+        try:
+            found = make(symbols=choice.symbols)
+            lines = sizes.settle(key, choice, name)
+        except BackendError:
+            raise
+        except Exception as error:  # whatever it was: a capture of this one shape repeats it where it is the user's
+            if choice.strict and isinstance(error, CaptureError):
+                raise
+            reason = f"{error.op}: {error.reason}" if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
+            sizes.refuse(key, reason)
+            notes = [f"all sizes are numbers: {reason}"]
+        else:
+            found.why, found.dynamic = choice.why if "changed" in choice.why else "", [*choice.why.split("; "), *lines]
+            sizes.add(key, found)
+            return found
+    found = make()
+    found.dynamic = notes
+    return found
