@@ -95,3 +95,35 @@ def test_an_input_that_only_unused_results_read_has_no_gradient(backend, mode):
         results = jitted(x, y)
         sum(results[place].sum() for place in used).backward()
         assert [None if leaf.grad is None else leaf.grad[0].item() for leaf in (x, y)] == list(wanted)
+
+
+@torch.library.custom_op("fusejit_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+
+@scaled.register_fake
+def _(x, by):
+    return torch.empty_like(x)
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+
+
+scaled.register_autograd(lambda ctx, g: (g * 7 * ctx.saved_tensors[0], None), setup_context=_keep)
+
+
+@pytest.mark.parametrize("mode", ("ast", "trace", "bytecode"))
+@pytest.mark.parametrize("backend", ("eager", "interpret"))
+def test_an_op_of_the_users_brings_its_backward(mode, backend):
+    """`torch.library` makes an autograd.Function of it, and the op in the graph stands for both: it is no Python callback that is lost."""
+
+    def f(x):
+        return (scaled(x.sin(), 2.0) * x).sum()
+
+    jitted = jit(f, capture_mode=mode, backend=backend, fullgraph=True)
+    for _ in range(2):
+        x = torch.randn(5, requires_grad=True)
+        torch.testing.assert_close(jitted(x), f(x))
+        torch.testing.assert_close(torch.autograd.grad(jitted(x), x), torch.autograd.grad(f(x), x))

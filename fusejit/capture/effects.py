@@ -31,7 +31,7 @@ import torch
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
 from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
-from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, freeze, refill, same_items
+from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, refill, same_items
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = {
@@ -386,7 +386,7 @@ class Recorder:
     def keep(self, holder: Any, owner: str) -> None:
         """Copy a container the first time that it is met; a later copy would hold what the capture wrote."""
         if id(holder) not in self.before:
-            self.before[id(holder)] = holder.copy()
+            self.before[id(holder)] = copied(holder)
             self.snapshots.append((holder, self.before[id(holder)], owner))
 
     def snapshot_object(self, obj: Any) -> None:
@@ -430,7 +430,9 @@ class Recorder:
     def describe(self, holder: Any, before: Any, owner: str) -> list[Effect]:
         if not isinstance(holder, dict):
             return [Effect(f"a {owner}" if owner == type(holder).__name__ else owner, "changed")]
-        names = [name for name in {**before, **holder} if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)]
+        names = [
+            name for name in dict.fromkeys([*before, *holder]) if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)
+        ]
         lines = {name: line for (_, name), line in self.writes.items()}
         return [Effect(f"{owner}.{name}", "set" if name in holder else "deleted", lines.get(name, "")) for name in names]
 
@@ -440,7 +442,12 @@ LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Ten
 
 
 def refuse_backward(cls: type, given: tuple) -> None:
-    """Refuse an `autograd.Function` where its own backward would matter: the graph has only torch's."""
+    """Refuse an `autograd.Function` where its own backward would matter: the graph has only torch's.
+
+    One that torch.library made (`register_autograd`) belongs to an op, which brings its backward into every graph that calls it.
+    """
+    if cls.__module__ == "torch._library.autograd":
+        return
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
         name = f"{cls.__name__} (a torch.autograd.Function)"
         raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here(), False)
