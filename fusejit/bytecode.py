@@ -16,7 +16,8 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 
 from .errors import FusejitError
-from .function import CacheInfo, JitFunction, Switch, elsewhere
+from .function import CacheInfo, JitFunction, Switch
+from .runtime.bind import elsewhere
 from .specialise import Fallback, Settings, Specialisation
 
 
@@ -43,6 +44,10 @@ class BytecodeFunction(JitFunction):
         if len(found) != 1:
             raise FusejitError(f"{self.settings.name} is cut into {len(found)} graphs; explain(...).graphs has them all")
         return found[0]
+
+    def bind_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Dynamo's guards stay: they are what finds the graphs."""
+        return lambda *args, **kwargs: self.call(receiver, args, kwargs)
 
     def specialisations_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> list[Specialisation]:
         reader = self.reader()

@@ -27,15 +27,16 @@ from torch.compiler import is_dynamo_compiling
 
 from . import config
 from .backend import Reader
-from .capture import trace, tree
+from .capture import trace
 from .capture.dynamic import Dynamic
-from .capture.guards import key_of, state_key
+from .capture.guards import key_for
 from .capture.mutable import family
 from .capture.reasons import differences, named
 from .errors import CaptureError, FusejitError, Unsupported
 from .forks import renewed
 from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
-from .runtime.bind import MISS, Bindings
+from .runtime.bind import MISS, Bindings, Call, elsewhere
+from .runtime.promise import promised, unguarded
 from .sizes import specialise_sizes
 from .specialise import Fallback, Settings, Specialisation, eager_specialisation, refusal, resolve, specialise
 
@@ -161,9 +162,9 @@ class JitFunction:
         """Call the function; `receiver` is the object of a decorated method."""
         if is_dynamo_compiling():
             return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
-        if not kwargs and not Switch.off:
+        if not Switch.off:
             for entry in self._bound.runs:
-                result = entry(receiver, args)
+                result = entry(receiver, args, kwargs)
                 if result is not MISS:
                     self._hits += 1
                     return result
@@ -172,16 +173,15 @@ class JitFunction:
         if self._may_split and (parts := self.segments()) is not None:
             return parts.run(*args, **kwargs) if receiver is None else parts.run(receiver, *args, **kwargs)
         leaves: list[Any] = []
-        structure = (tree.KEYED, tree.flatten((args, kwargs), leaves)) if kwargs else tree.flatten(args, leaves)
-        key = (structure, state_key(), key_of(leaves), id(receiver))
+        key = key_for(receiver, args, kwargs, leaves)
         for found in self._table.get(key, ()):
             lifted = found.lifted(leaves)
             if lifted is not None:
                 self._hits += 1
                 if found.run is None:
                     return self.cold(found, receiver, args, kwargs)
-                if not kwargs:
-                    self._bound.add(found, receiver, args, leaves, lifted, self._hits)
+                if found.body is not None:
+                    self._bound.add(found, Call(receiver, args, kwargs, leaves, lifted), self._hits)
                 return found.run(leaves, lifted)
         return self.miss(key, receiver, args, kwargs, leaves)
 
@@ -346,8 +346,7 @@ class JitFunction:
 
     def specialisation_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Specialisation:
         leaves: list[Any] = []
-        structure = (tree.KEYED, tree.flatten((args, kwargs), leaves)) if kwargs else tree.flatten(args, leaves)
-        key = (structure, state_key(), key_of(leaves), id(receiver))
+        key = key_for(receiver, args, kwargs, leaves)
         for found in self._table.get(key, ()):
             if found.lifted(leaves) is not None:
                 return found
@@ -404,6 +403,34 @@ class JitFunction:
         parts = self.specialisations_for(receiver, args, kwargs)
         return joined([report(part, self.settings.name) for part in parts], self.settings.name)
 
+    def bind(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """Return a callable without guards, for loops whose calls are like this one; compiles if needed, runs nothing.
+
+        Its caller promises that every argument has the type, dtype, shape, strides, alignment to the memory of the others, requires_grad
+        and device (Python values: the value) of the one given here, that torch's state is the same (gradients, autocast, modes), and that
+        nothing else which the function reads has changed; parameters and buffers are the tensors that are there now, which may be
+        changed in place. With FUSEJIT_DEBUG=1, read here, each call is checked, and a broken promise raises. Where the function does
+        not run as one graph, calls stay guarded.
+
+        Raises:
+            FusejitError: from the returned callable, under FUSEJIT_DEBUG=1, naming what differs.
+        """
+        return self.bind_for(None, args, kwargs)
+
+    def bind_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        guarded = lambda *args, **kwargs: self.call(receiver, args, kwargs)  # noqa: E731
+        if self.segments() is not None:
+            return guarded
+        found = self.specialisation_for(receiver, args, kwargs)
+        leaves: list[Any] = []
+        key = key_for(receiver, args, kwargs, leaves)
+        lifted = found.lifted(leaves)
+        if found.run is None or lifted is None:
+            return guarded
+        call = Call(receiver, args, kwargs, leaves, lifted)
+        run = unguarded(found, call)
+        return promised(run, found, call, key, named(self.__wrapped__, receiver is not None)) if config.read("debug") else run
+
     def cache_info(self) -> CacheInfo:
         """Return how many specialisations there are and why, and how many calls found one."""
         if self._split is not None:
@@ -458,20 +485,11 @@ class BoundJitFunction:
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.explain_for(self.receiver, args, kwargs)
 
+    def bind(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return self.function.bind_for(self.receiver, args, kwargs)
+
     def program(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.program_for(self.receiver, args, kwargs)
 
     def specialisation(self, *args: Any, **kwargs: Any) -> Specialisation:
         return self.function.specialisation_for(self.receiver, args, kwargs)
-
-
-def elsewhere() -> bool:
-    """Whether this call happens inside another transformation (a capture, torch.func, a dispatch mode), which sees plain Python."""
-    if trace.active() or torch._C._functorch.maybe_current_level() is not None or torch._C._len_torch_dispatch_stack():
-        return True
-    depth = torch._C._len_torch_function_stack()
-    if depth:
-        from torch.utils._device import DeviceContext
-
-        return any(not isinstance(torch._C._get_function_stack_at(level), DeviceContext) for level in range(depth))
-    return False

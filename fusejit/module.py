@@ -128,6 +128,10 @@ class JitModule(torch.nn.Module):
         """See `JitFunction.program`."""
         return self._fusejit_function.program(*args, **kwargs)
 
+    def bind(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """See `JitFunction.bind`; hooks of the JitModule itself do not run."""
+        return self._fusejit_function.bind(*args, **kwargs)
+
     def specialisation(self, *args: Any, **kwargs: Any) -> Specialisation:
         return self._fusejit_function.specialisation(*args, **kwargs)
 

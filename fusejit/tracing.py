@@ -28,7 +28,8 @@ from .capture.guards import key_of, memory_pattern, state_key, tensor_key
 from .capture.lockstep import divergence
 from .capture.trace import capture
 from .errors import TraceError, Unsupported
-from .function import JitFunction, Switch, elsewhere
+from .function import JitFunction, Switch
+from .runtime.bind import elsewhere
 from .specialise import BACKENDS, NUMERICS, Settings, Specialisation
 
 LATER = "belongs to the memory optimisations, which are not there yet: leave it out"

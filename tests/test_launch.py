@@ -238,6 +238,9 @@ class _Address:
     def data_ptr(self):
         return self.address
 
+    def get_device(self):
+        return self.device.index
+
 
 def test_alignment_variants_and_devices(monkeypatch):
     """The path of a GPU launch, with a recording in the place of the driver."""

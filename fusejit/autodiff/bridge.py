@@ -185,7 +185,7 @@ def make_function(owner: Differentiable) -> Any:
             ctx.save_for_backward(*results[count:])
             if fixed:
                 ctx.mark_non_differentiable(*[results[number] for number in fixed])
-            ctx.set_materialize_grads(False)
+            ctx.materialize_grads = False
             return tuple(results[:count])
 
         @staticmethod
@@ -195,11 +195,10 @@ def make_function(owner: Differentiable) -> Any:
                 return (None,) * len(halves.gradients)
             saved = list(ctx.saved_tensors)
             ctx.maybe_clear_saved_tensors()
-            twice = torch.is_grad_enabled()
+            if not torch.is_grad_enabled():
+                return owner.run_backward(saved, tangents)
             with torch.no_grad():
                 found = owner.run_backward(saved, tangents)
-            if not twice:
-                return found
             places = [number for number, gradient in enumerate(found) if gradient is not None]
             anchor = torch.zeros((), requires_grad=True)
             marked = dict(zip(places, SecondOrder.apply(anchor, *[found[number] for number in places])))

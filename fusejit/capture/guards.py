@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from . import tree
 from .reads import CONTAINERS, Read
 from .trace import Captured
 
@@ -101,6 +102,12 @@ def state_key() -> tuple:
         kinds = ("cpu", "cuda")
         return (*state, *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds])
     return state
+
+
+def key_for(receiver: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> tuple:
+    """What the specialisations of a function are looked up by; fills `leaves` with the flattened arguments."""
+    structure = (tree.KEYED, tree.flatten((args, kwargs), leaves)) if kwargs else tree.flatten(args, leaves)
+    return (structure, state_key(), key_of(leaves), id(receiver))
 
 
 def memory_pattern(tensors: list[Tensor]) -> tuple:

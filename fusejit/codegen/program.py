@@ -4,7 +4,7 @@ In: planned steps. Out: `Program`: call it with a list of tensors (it takes the 
 
     def call(args):
         arg0, arg1, = args
-        b0 = empty_strided((4, 6), (6, 1), dtype=torch.float32, device=device("cpu"))
+        b0 = empty_cpu((4, 6), (6, 1), torch.float32)
         flat_add_1f0c9a2b(arg0, arg1, b0)
         return (b0,)
 """
@@ -12,6 +12,7 @@ In: planned steps. Out: `Program`: call it with a list of tensors (it takes the 
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,11 +88,12 @@ class Program:
         """The whole program as Python text."""
         parts, names = [*self.called, self], self._names
         launchers = _launchers([k for part in parts for k in part.kernels])
+        own = _own_arguments(parts)
         shown = [
             {
                 **{f: getattr(k, f) for f in ("name", "source", "grid", "num_warps", "num_stages", "debug", "fp_fusion")},
                 "variable": variable, "ops": k.ops, "constants": dict(k.constants),
-                "params": _repeated(k.params), "aligned": _repeated((True,) * len(k.params)),
+                "params": _repeated(k.params), "aligned": _repeated((True,) * len(k.params)), "own": own[k.name, k.grid],
             }
             for k, variable in launchers.values()
         ]  # fmt: skip
@@ -102,7 +104,8 @@ class Program:
             for part in parts
         ]  # fmt: skip
         examples = [self._example(name) for name in self.inputs]
-        return _template("program").render(doc=doc, kernels=shown, functions=functions, examples=examples)
+        allocators = sorted({part._allocator(step.buffer.device) for part in parts for step in part.steps if isinstance(step, Alloc)})
+        return _template("program").render(doc=doc, kernels=shown, functions=functions, examples=examples, allocators=allocators)
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -118,8 +121,7 @@ class Program:
     def _lines(self, step: Step, launchers: dict[Any, tuple[Kernel, str]], names: dict[int, str]) -> list[str]:
         match step:
             case Alloc(buffer, ""):
-                options = f"dtype={buffer.dtype}, device={self._device(buffer.device)}"
-                return [f"{buffer.name} = empty_strided({buffer.shape}, {buffer.strides}, {options})"]
+                return [f"{buffer.name} = {self._allocator(buffer.device)[0]}({buffer.shape}, {buffer.strides}, {buffer.dtype})"]
             case Alloc(buffer, reuse):
                 return [f"{buffer.name} = {reuse}  # in place"]
             case Launch(kernel, arguments):
@@ -151,6 +153,11 @@ class Program:
             if buffer.strides and 0 not in buffer.shape:
                 lines.append(f"{name} = laid_out({name}, {buffer.shape}, {buffer.strides})")
         return lines
+
+    def _allocator(self, device: torch.device) -> tuple[str, str]:
+        """The name of what allocates on a device, and the device's text."""
+        place = self._device(device)
+        return "_".join(["empty", *re.findall(r"\w+", place)[1:]]), place
 
     def _device(self, device: torch.device) -> str:
         shown = self.device if self.device is not None and device.type == "cpu" else device
@@ -190,6 +197,21 @@ def _launchers(kernels: Sequence[Kernel]) -> dict[tuple[str, tuple[int, int, int
         if (k.name, k.grid) not in found:
             again = sum(name == k.name for name, _ in found)
             found[k.name, k.grid] = k, f"{k.name}_{again + 1}" if again else k.name
+    return found
+
+
+def _own_arguments(parts: Sequence[Program]) -> dict[tuple[str, tuple[int, int, int]], tuple[int, ...]]:
+    """By kernel and grid, the arguments that are allocated right here in every launch: their addresses are aligned."""
+    found: dict[tuple[str, tuple[int, int, int]], tuple[int, ...]] = {}
+    for part in parts:
+        made: set[str] = set()
+        for step in part.steps:
+            match step:
+                case Alloc(buffer, reuse) if not reuse or reuse in made:
+                    made.add(buffer.name)
+                case Launch(kernel, arguments):
+                    before = found.get((kernel.name, kernel.grid), tuple(range(len(arguments))))
+                    found[kernel.name, kernel.grid] = tuple(n for n in before if arguments[n] in made)
     return found
 
 

@@ -1,10 +1,10 @@
 """The hot path: a call of a known kind, checked and run by one generated function.
 
-In: a specialisation that has just been found the general way, and the call that found it. Out: an entry: `entry(receiver, args)` is the
-result, or `MISS` where anything that the specialisation depends on may differ; the general way (function.py) then decides.
+In: a specialisation that has just been found the general way, and the call that found it. Out: an entry: `entry(receiver, args, kwargs)`
+is the result, or `MISS` where anything that the specialisation depends on may differ; the general way (function.py) then decides.
 
-    def entry(receiver, args):
-        if receiver is not owner or len(args) != 2: return MISS
+    def entry(receiver, args, kwargs):
+        if receiver is not owner or kwargs or len(args) != 2: return MISS
         a0, a1, = args
         try:
             if not (same_tensors(a0, a1, *lifted) and grad() is True and not autocast() and ... and unchanged() and not any(empty)):
@@ -22,6 +22,7 @@ time: they are not read again, only their metadata is checked, which `.data = `,
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ import torch
 
 from ..capture.guards import VALUES, memory_pattern
 from ..capture.reads import CONTAINERS, Read
-from ..capture.trace import LOCAL
+from ..capture.trace import LOCAL, active
 from .torch_c import counts_changes, dict_check, tensor_check, version_of
 
 Tensor = torch.Tensor
@@ -52,7 +53,7 @@ class Entry:
 
     found: Any
     receiver: Any
-    run: Callable[[Any, tuple], Any]
+    run: Callable[[Any, tuple, dict], Any]
     source: str
     tables: tuple[tuple[dict, int], ...]
 
@@ -66,27 +67,31 @@ class Bindings:
         made: how many were made; restless: dicts that keep changing, by id, and how often each did.
     """
 
-    runs: tuple[Callable[[Any, tuple], Any], ...] = ()
+    runs: tuple[Callable[[Any, tuple, dict], Any], ...] = ()
     entries: tuple[Entry, ...] = ()
     made: int = 0
     restless: dict[int, tuple[dict, int]] = field(default_factory=dict)
 
-    def add(self, found: Any, receiver: Any, args: tuple, leaves: list[Any], lifted: list[Tensor], hits: int) -> None:
-        """Bind a specialisation that a call without keywords has just found, unless entries have not paid so far."""
-        if found.body is None or self.made > 16 and self.made * 8 > hits:
+    def add(self, found: Any, call: Call, hits: int) -> None:
+        """Bind a specialisation that a call has just found, unless entries have not paid so far; one that cannot be is not tried again."""
+        if self.made > 16 and self.made * 8 > hits:
             return
         others = []
         for entry in self.entries:
-            if entry.found is found and entry.receiver is receiver:
+            if entry.found is found:
                 self.learn(entry)
             else:
                 others.append(entry)
         self.made += 1
-        made = bind(found, receiver, args, leaves, lifted, self.restless)
+        made = bind(found, call, self.restless)
+        if made is None:
+            found.body = None
         self.put(others if made is None else [made, *others[: ENTRIES - 1]])
 
     def learn(self, entry: Entry) -> None:
         """Count the dicts on whose account an entry stopped to hold though the guards still do."""
+        if len(self.restless) > 1000:
+            self.restless.clear()
         for table, version in entry.tables:
             if version_of(table) != version:
                 self.restless[id(table)] = (table, self.restless.get(id(table), (table, 0))[1] + 1)
@@ -100,43 +105,73 @@ class Bindings:
         self.runs = tuple(entry.run for entry in entries)
 
 
-def bind(found: Any, receiver: Any, args: tuple, leaves: list[Any], lifted: list[Tensor], restless: dict) -> Entry | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call, its flattened arguments, and the parameters and other closed-over tensors that the guards found for it."""
+
+    receiver: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    lifted: list[Tensor]
+
+    @property
+    def flat(self) -> bool:
+        """Whether each argument is one leaf: no containers, nothing that flattening changes."""
+        given = (*self.args, *self.kwargs.values())
+        return len(given) == len(self.leaves) and all(map(operator.is_, given, self.leaves))
+
+
+def bind(found: Any, call: Call, restless: dict) -> Entry | None:
     """Write the entry of a call; None where the general way has to check it each time."""
-    tensors = [value for value in args if type(value) in PLAIN]
-    if not (tensors or lifted) or any(type(value) not in PLAIN for value in lifted) or beyond():
+    leaves, lifted = call.leaves, call.lifted
+    plain = [type(leaf) in PLAIN for leaf in leaves]
+    if not (any(plain) or lifted) or any(type(value) not in PLAIN for value in lifted) or not call.flat or beyond():
         return None
-    values = [literal(number, value) for number, value in enumerate(args) if type(value) not in PLAIN]
+    values = [literal(number, leaf) for number, leaf in enumerate(leaves) if not plain[number]]
     watched = watch(found.guards.writer, lifted, restless)
     if watched is None or None in values:
         return None
-    unique = {id(value): f"a{number}" for number, value in reversed([*enumerate(args)]) if type(value) in PLAIN}
-    twins = [f"a{n} is {unique[id(v)]}" for n, v in enumerate(args) if type(v) in PLAIN and unique[id(v)] != f"a{n}"]
-    distinct = sorted(unique.values(), key=lambda name: int(name[1:]))
-    scope = torch_state() | watched.scope | {"owner": receiver, "lifted": tuple(lifted), "body": found.body, "MISS": MISS, "ERRORS": ERRORS}
-    scope |= {f"v{number}": value for number, value in enumerate(args) if type(value) not in PLAIN}
-    scope |= {"result": found.result, "local": LOCAL}
-    scope["same_tensors"] = tensor_check([*(args[int(name[1:])] for name in distinct), *lifted])
+    first: dict[int, int] = {}
+    twins = [f"a{n} is a{first[id(v)]}" for n, v in enumerate(leaves) if plain[n] and first.setdefault(id(v), n) != n]
+    scope = torch_state() | watched.scope | {f"v{number}": leaf for number, leaf in enumerate(leaves) if not plain[number]}
+    scope |= {"owner": call.receiver, "names": [*call.kwargs], "lifted": tuple(lifted), "local": LOCAL, "MISS": MISS, "ERRORS": ERRORS}
+    scope |= {"body": found.body, "result": found.result}
+    scope["same_tensors"] = tensor_check([*(leaves[number] for number in first.values()), *lifted])
     rest = [] if not lifted else ["*lifted"]
-    conditions = [f"same_tensors({', '.join([*distinct, *rest])})", *values, *twins, *STATE, *watched.conditions]  # type: ignore[list-item]
+    conditions = [f"same_tensors({', '.join([*(f'a{number}' for number in first.values()), *rest])})"]
+    conditions += [*filter(None, values), *twins, *STATE, *watched.conditions]
     inputs = [f"a{position}" for position in found.captured.positions] + rest
     if found.pattern is not None:
         scope |= {"memory_pattern": memory_pattern, "pattern": found.pattern}
         conditions.append(f"memory_pattern([{', '.join(inputs)}]) == pattern")
-    source = text(len(args), conditions, returned(found, inputs))
-    exec(compile(source, f"<entry of {found.captured.name or 'function'}>", "exec"), scope)
+    source = text(call, conditions, returned(found, inputs))
+    # under the name of this file, so that a capture that meets an entry takes it for ours and does not look into it
+    exec(compile(source, f"{__file__}, entry of {found.captured.name or 'function'}", "exec"), scope)
     again = found.lifted(leaves)  # after the versions were taken: what changed in between would go unseen
     if again is None or any(one is not other for one, other in zip(again, lifted, strict=True)):
         return None
-    return Entry(found, receiver, scope["entry"], source, watched.tables)
+    return Entry(found, call.receiver, scope["entry"], source, watched.tables)
 
 
-def text(count: int, conditions: list[str], result: str) -> str:
-    names = "".join(f"a{number}, " for number in range(count))
-    lines = ["def entry(receiver, args):", f"    if receiver is not owner or len(args) != {count}: return MISS"]
-    lines += [f"    {names}= args"] if count else []
-    lines.append("    try:")
+def text(call: Call, conditions: list[str], result: str) -> str:
+    """The source of an entry. Names of keywords are compared in order, which a function can see."""
+    keyed = "[*kwargs] != names" if call.kwargs else "kwargs"
+    lines = [
+        "def entry(receiver, args, kwargs):",
+        f"    if receiver is not owner or {keyed} or len(args) != {len(call.args)}: return MISS",
+        *unpacked(call),
+        "    try:",
+    ]
     lines += [f"        if not ({' and '.join(conditions[start : start + 16])}): return MISS" for start in range(0, len(conditions), 16)]
     return "\n".join([*lines, "    except ERRORS: return MISS", f"    return {result}", ""])
+
+
+def unpacked(call: Call) -> list[str]:
+    """The lines that name each argument."""
+    names = [f"a{number}, " for number in range(len(call.leaves))]
+    positional, keyed = "".join(names[: len(call.args)]), "".join(names[len(call.args) :])
+    return [f"    {given}= {what}" for given, what in ((positional, "args"), (keyed, "kwargs.values()")) if given]
 
 
 def returned(found: Any, inputs: list[str]) -> str:
@@ -156,7 +191,7 @@ def literal(number: int, value: Any) -> str | None:
     return f"{name} is {then}" if kind in (torch.dtype, torch.memory_format, torch.layout) else None
 
 
-# The state of torch: as `guards.state_key` and `function.elsewhere` see it; what those tell apart beyond this is not bound.
+# The state of torch: as `guards.state_key` and `elsewhere` see it; what those tell apart beyond this is not bound.
 
 STATE = (
     "grad() is grad_now",
@@ -178,6 +213,18 @@ def torch_state() -> dict[str, Any]:
     found |= {"functions": torch._C._len_torch_function_stack, "grad": torch._C.is_grad_enabled, "dtype": torch.get_default_dtype}
     found["deterministic"] = torch._C._get_deterministic_algorithms
     return found | {f"{name}_now": found[name]() for name in ("grad", "dtype", "deterministic")}
+
+
+def elsewhere() -> bool:
+    """Whether this call happens inside another transformation (a capture, torch.func, a dispatch mode), which sees plain Python."""
+    if active() or torch._C._functorch.maybe_current_level() is not None or torch._C._len_torch_dispatch_stack():
+        return True
+    depth = torch._C._len_torch_function_stack()
+    if depth:
+        from torch.utils._device import DeviceContext
+
+        return any(not isinstance(torch._C._get_function_stack_at(level), DeviceContext) for level in range(depth))
+    return False
 
 
 def beyond() -> bool:

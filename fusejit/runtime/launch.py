@@ -46,45 +46,47 @@ class Launcher:
         IndexError: under the interpreter, an index was out of bounds.
     """
 
-    __slots__ = ("_checked", "_constants", "_loaded", "grid", "spec")
+    __slots__ = ("_checked", "_constants", "_empty", "_loaded", "grid", "spec")
 
-    def __init__(self, spec: KernelSpec, grid: tuple[int, int, int]) -> None:
+    def __init__(self, spec: KernelSpec, grid: tuple[int, int, int], own: tuple[int, ...] = ()) -> None:
         self.spec, self.grid = spec, grid
         self._constants = tuple(value for _, value in spec.constants)
-        self._checked = tuple(i for i, aligned in enumerate(spec.aligned) if aligned and spec.params[i].startswith("*"))
-        self._loaded: tuple[int, Any] = (-1, None)  # a device and the kernel there, in one piece: threads may launch on two devices
+        aligned = [i for i, promise in enumerate(spec.aligned) if promise and spec.params[i].startswith("*")]
+        self._checked = tuple(i for i in aligned if i not in own)
+        self._empty = not all(grid)
+        # a device, and how the kernel is run there, in one piece: threads may launch on two devices
+        self._loaded: tuple[int | None, Any, Any, Any] = (None, None, None, None)
 
     def __repr__(self) -> str:
         return f"Launcher({self.spec.name}, grid={self.grid})"
 
     def __call__(self, *args: Any) -> None:
-        if interpreted():
-            _interpret(self, args)
-            return
-        device = args[0].device.index  # None for CPU tensors, which the comparison below sends to _elsewhere
-        loaded_on, binary = self._loaded
-        if device != loaded_on or device != torch._C._cuda_getDevice():
+        device, run, function, metadata = self._loaded
+        # of a CPU tensor -1, where nothing is ever loaded
+        if not args or args[0].get_device() != device or device != torch._C._cuda_getDevice():
             self._elsewhere(args)
             return
         for i in self._checked:
             if args[i].data_ptr() % 16:
                 self._unaligned(args)
                 return
+        if self._empty:
+            return
         x, y, z = self.grid
-        if x and y and z:
-            binary.run(
-                x, y, z, torch._C._cuda_getCurrentRawStream(device), binary.function, binary.packed_metadata, None, None, None,
-                *args, *self._constants,
-            )  # fmt: skip
+        run(x, y, z, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *args, *self._constants)
 
     def _elsewhere(self, args: tuple[Any, ...]) -> None:
-        """Launch on a device that is not the current one, or for the first time on this one."""
+        """Launch on a device that is not the current one, or for the first time on this one, or in the interpreter."""
+        if interpreted():
+            _interpret(self, args)
+            return
         device = args[0].device
         if device.type != "cuda":
             hint = "; set TRITON_INTERPRET=1 before importing triton to run it on the CPU" if device.type == "cpu" else ""
             raise CompileError(f"kernel {self.spec.name}: cannot be launched on {device} tensors{hint}")
         with torch.cuda.device(device.index):
-            self._loaded = (device.index, _binary(self.spec, device.index))
+            binary = _binary(self.spec, device.index)
+            self._loaded = (device.index, binary.run, binary.function, binary.packed_metadata)
             self(*args)
 
     def _unaligned(self, args: tuple[Any, ...]) -> None:
@@ -113,6 +115,7 @@ def kernel(
     debug: bool = False,
     aligned: Sequence[bool] = (),
     fp_fusion: bool = True,
+    own: Sequence[int] = (),
 ) -> Launcher:
     """Return the launcher of a kernel; equal kernels give the same launcher and compile once per process.
 
@@ -124,15 +127,16 @@ def kernel(
         grid: programs along each axis.
         num_warps, num_stages, debug, fp_fusion: see KernelSpec.
         aligned: for each param, whether the kernel may rely on an address that is a multiple of 16.
+        own: numbers of the params that the program allocates itself, whose addresses need no look.
     """
     constant_items = tuple((constants or {}).items())
     spec = KernelSpec(source, name, tuple(params), constant_items, num_warps, num_stages, debug, tuple(aligned), fp_fusion)
-    return _launcher(spec, tuple(grid))  # type: ignore[arg-type]
+    return _launcher(spec, tuple(grid), tuple(own))  # type: ignore[arg-type]
 
 
 @cache
-def _launcher(spec: KernelSpec, grid: tuple[int, int, int]) -> Launcher:
-    return Launcher(spec, grid)
+def _launcher(spec: KernelSpec, grid: tuple[int, int, int], own: tuple[int, ...] = ()) -> Launcher:
+    return Launcher(spec, grid, own)
 
 
 def compile_all(launchers: Iterable[Launcher]) -> None:
