@@ -48,7 +48,9 @@ def jit(
         backend: "auto" (triton for CUDA tensors, eager otherwise), "triton", "interpret" (the kernels on the CPU), "eager".
             FUSEJIT_BACKEND replaces "auto".
         dynamic: None or False: one specialisation a shape.
-        numerics: "fast" rounds a fused chain once, "eager" after each op as torch does.
+        numerics: "fast" rounds a fused chain once, "eager" after each op as torch does. Random numbers: "fast" makes them inside the
+            kernels, all of a call from one seed that torch's default generator gives; "eager" calls torch's random ops, in the function's
+            order, and has their numbers. Draws that no result needs are not made.
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
             overflows or is nan (codegen/algebra.py has the table).
         name: how messages and kernels call the function.
