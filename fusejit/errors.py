@@ -24,6 +24,10 @@ class CompileError(FusejitError):
     """A kernel could not be compiled or launched; names the user's lines that the kernel was made of."""
 
 
+class KernelAssertion(FusejitError):
+    """A kernel met data that its op refuses, such as a probability of 2; an index out of bounds is an IndexError, as in eager."""
+
+
 class Unsupported(FusejitError):
     """An op or a construct that fusejit refuses.
 

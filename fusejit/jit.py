@@ -50,7 +50,9 @@ def jit(
         dynamic: None specialises on the first sizes and makes a dimension that changes a symbol at the second; True makes every dimension
             of the arguments a symbol at once; False compiles each shape. Sizes 0 and 1 are always specialised. What
             `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic` and `mark_static` noted on a tensor is honoured (not with False).
-        numerics: "fast" rounds a fused chain once, "eager" after each op as torch does.
+        numerics: "fast" rounds a fused chain once, "eager" after each op as torch does. Random numbers: "fast" makes them inside the
+            kernels, all of a call from one seed that torch's default generator gives; "eager" calls torch's random ops, in the function's
+            order, and has their numbers. Draws that no result needs are not made.
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
             overflows or is nan (codegen/algebra.py has the table).
         name: how messages and kernels call the function.

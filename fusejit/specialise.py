@@ -10,10 +10,11 @@ In: a capture and the options of `jit`. Out: a `Specialisation`: `lifted(leaves)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,6 +144,17 @@ class Specialisation:
         return found
 
 
+@contextlib.contextmanager
+def unhooked() -> Iterator[None]:
+    """Hide what is saved while capturing and differentiating from the caller's hooks: a checkpoint counts what a call saves."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):
+        yield
+
+
+@unhooked()
 def specialise(
     fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], settings: Settings, receiver: Any = None, symbols: Symbols | None = None
 ) -> Specialisation:
@@ -299,7 +311,7 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     from .autodiff.compose import compose
     from .autodiff.joint import build
     from .autodiff.region import Toolchain, call_regions
-    from .codegen import decompose
+    from .codegen import decompose, random
     from .compile import Options, compile_graph, dump
 
     prepare_interpreter(found.backend)
@@ -324,7 +336,8 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
     rewrite = retarget_attention if elsewhere else lambda module: module
     flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain)))
-    tools = Toolchain(region_compiler(options), {} if plain else decompose.table(), rewrite, flavour)
+    decompositions = {} if plain else random.with_draws(decompose.table(), settings.numerics)
+    tools = Toolchain(region_compiler(options), decompositions, rewrite, flavour)
     graph = rewrite(graph)
     calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
     built = compose(graph, tensors, tools, compiler) if calls else None

@@ -111,11 +111,11 @@ def k(a, b, c, d, e, N: tl.constexpr):
     i = tl.arange(0, N)
     seed = tl.full((), 12345678901, tl.int64)
     at = i.to(tl.int64)
-    start = tl.full((), 0, tl.int64)
+    counters = tl.arange(0, N // 4)
     tl.store(a + i, fj.rand(seed, at))
-    tl.store(b + i, fj.rand_tile(seed, start, N))
+    tl.store(b + i, fj.rand_tile(seed, counters, 0))
     tl.store(c + i, fj.randn(seed, at))
-    tl.store(d + i, fj.randn_tile(seed, start, N))
+    tl.store(d + i, fj.randn_tile(seed, counters, 0))
     tl.store(e + i, fj.random_bits(seed, at))
 """
     outs = [torch.empty(n) for _ in range(4)] + [torch.empty(n, dtype=torch.int64)]

@@ -145,7 +145,7 @@ def unreached(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> frozen
     for node in graph.graph.nodes:
         if node not in depends:
             depends[node] = set().union(*(depends[source] for source in node.all_input_nodes))
-    results = graph.graph.output_node().args[0]
+    results: Any = graph.graph.output_node().args[0]
     return frozenset(place for place, node in enumerate(results) if isinstance(node, torch.fx.Node) and depends[node] == {False})
 
 

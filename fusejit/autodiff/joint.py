@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from ..capture.trace import LOCK
+from ..codegen.random import share_seeds
+from ..errors import Unsupported
 from ..runtime.torch_c import apply_of
 from .bridge import Differentiable
 from .partition import partition
@@ -159,6 +161,8 @@ def lift_constants(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, 
     last = [node for node in graph.nodes if node.op == "placeholder"]
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         value = getattr(module, str(node.target))
+        if isinstance(value, torch.Generator):
+            raise Unsupported("a random op with a generator of its own", "kernels draw from torch's default generator")
         with graph.inserting_before(node):
             if value.numel() == 1 and not value.dtype.is_complex:
                 made = graph.call_function(
@@ -224,6 +228,7 @@ def trace_joint(core: torch.fx.GraphModule, inputs: Sequence[Tensor], decomposit
         joint = aot_export_joint_with_descriptors(
             stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
         )
+    share_seeds(joint._aot_graph_capture.graph_module.graph)
     return joint, given
 
 

@@ -20,7 +20,7 @@ from .ops import POINTWISE, REDUCTIONS
 BROKEN_UP = (
     "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
     "_native_batch_norm_legit_no_training", "batch_norm_backward", "_softmax", "_log_softmax", "gelu", "elu", "leaky_relu", "hardtanh",
-    "native_dropout", "linalg_vector_norm", "rrelu_with_noise_backward", "bucketize", "tril_indices", "triu_indices", "special_erfcx",
+    "linalg_vector_norm", "rrelu_with_noise_backward", "bucketize", "tril_indices", "triu_indices", "special_erfcx",
     "upsample_bilinear2d", "upsample_nearest2d", "dist", "frexp", "normal", "round", "ldexp", "gcd", "lcm",
 )  # fmt: skip
 # Torch can rewrite these, but the rewrite is slower than its kernel or loses precision, so they are called as they are.

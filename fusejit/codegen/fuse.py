@@ -57,6 +57,7 @@ def live(lowered: Lowered) -> Lowered:
     wanted = {ref.buffer for ref in refs(lowered.outputs)} | {b.name for b in lowered.buffers.values() if b.written_to}
     kept: list[Cluster | Extern | Foreach] = []
     for step in reversed(lowered.steps):
+        assert not isinstance(step, Foreach), "made after fusion"
         if isinstance(step, Cluster):
             stores = tuple(s for s in step.stores if s.buffer in wanted)
             if not stores:
@@ -82,6 +83,7 @@ class _Fusing:
         self.twins: set[int] | None = None
         self.tails: dict[int, Cluster] = {}  # the second kernel of a step that mix made
         self.barriers = [i for i, s in self.steps.items() if isinstance(s, Extern) and s.target == "fusejit.order.default"]
+        self.draws = [i for i, s in self.steps.items() if isinstance(s, Extern) and s.draws]  # each takes its numbers from one stream
         for i, step in self.steps.items():
             for name in reads(step):
                 self.readers.setdefault(name, set()).add(i)
@@ -99,6 +101,7 @@ class _Fusing:
         found = {self.producer[name] for part in parts for name in reads(part) if name in self.producer}
         if isinstance(step, Extern):  # its effects, if it has any, are none of ours to know
             found |= set([k for k in self.barriers if k < i][-1:])
+            found |= set([k for k in self.draws if k < i][-1:]) if step.draws else set()
         for name in (name for part in parts for name in writes(part)):
             target = self.lowered.buffers[name].written_to
             found |= self.readers.get(target, set()) if target else set()

@@ -65,7 +65,7 @@ class Ref:
 class Extern:
     """A call of a torch op, or of another Program. `outputs` are buffer names (None: unused); `several`: the op returns a sequence.
 
-    `pins`: results may share memory with operands or each other, so that no kernel may write over either.
+    `pins`: results may share memory with operands or each other, so that no kernel may write over either. `draws`: random numbers, in turn.
     """
 
     target: str
@@ -76,6 +76,7 @@ class Extern:
     line: str
     pins: bool = False
     program: Any = field(default=None, compare=False)
+    draws: bool = False
 
     @property
     def reads(self) -> frozenset[str]:
@@ -307,7 +308,8 @@ class Lowering:
         made = [self.taken(v) if isinstance(v, torch.Tensor) else None for v in leaves]
         several = not isinstance(fake, torch.Tensor)
         pins = any(a.alias_info is not None for a in target._schema.arguments)
-        self.steps.append(Extern(str(target), args, tuple(kwargs.items()), tuple(b and b.name for b in made), several, line, pins))
+        names, draws = tuple(b and b.name for b in made), torch.Tag.nondeterministic_seeded in target.tags
+        self.steps.append(Extern(str(target), args, tuple(kwargs.items()), names, several, line, pins, draws=draws))
         self.owned.add(node)
         values = tuple(None if b is None else self.whole(b) for b in made)
         return (*token, *values) if several else values[0]
@@ -324,7 +326,8 @@ class Lowering:
         made = [self.taken(v) for v in node.meta["val"]]
         named = [ref.buffer for ref in refs(program.outputs)]
         pins = len({*named}) < len(named) or not {*named}.isdisjoint(program.inputs)
-        self.steps.append(Extern(name, (tuple(ready),), (), tuple(b.name for b in made), True, line_of(node), pins, program))
+        draws = any(step.draws for part in (*program.called, program) for step in part.externs)
+        self.steps.append(Extern(name, (tuple(ready),), (), tuple(b.name for b in made), True, line_of(node), pins, program, draws))
         self.owned.add(node)
         return tuple(self.whole(b) for b in made)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..errors import KernelAssertion
 from .fuse import Unfused
 from .kernel import Kernel
 from .lower import Buffer, Extern, Lowered, Ref
@@ -49,7 +50,18 @@ class Program:
     tuned: tuple[str, ...] = ()
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        return self.call(args)
+        try:
+            return self.call(args)
+        except (IndexError, KernelAssertion) as error:
+            self.name_lines(error)
+            raise
+
+    def name_lines(self, error: Exception) -> None:
+        """Add the user's lines of the kernel that refused its data."""
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        lines = [line for part in (*self.called, self) for k in part.kernels if f"in kernel {k.name}" in notes for line in k.ops]
+        if lines and "made of" not in notes:
+            error.add_note("\n".join(["which was made of:", *(f"  {line}" for line in dict.fromkeys(lines))]))
 
     @property
     def launches(self) -> int:

@@ -232,6 +232,7 @@ class Writer:
         start, body, finish = [], [], []
         if len(tiles) == 1:
             tape = Tape(self)
+            tape.begins["r"] = "0"
             body = [line for node in self.cluster.order for line in tape.statement(node)]
             body += [line for s in self.cluster.stores if s not in sums for line in tape.store(s)]
             body += [line.replace("@", "0") for s in sums for line in tape.column(s, names[s.buffer])]

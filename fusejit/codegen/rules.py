@@ -23,7 +23,7 @@ from .decompose import short
 from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
 from .layout import Affine, Reshape, contiguous, permute, slice_, strided
-from .lower import CHECKS, Buffer, Extern, Lowering, Rule
+from .lower import CHECKS, Buffer, Lowering, Rule
 from .ops import DTYPES, OPS
 from .size import product
 from .views import VIEWS
@@ -214,20 +214,12 @@ def _prims_iota(low: Lowering, node: Node) -> Expr:
     return cast(compute("add", place, const(start, INDEX), dtype=INDEX), out.dtype)
 
 
-def _random(kind: str) -> Rule:
-    def rule(low: Lowering, node: Node) -> Expr:
-        """One seed a call, drawn from torch's generator, so that torch.manual_seed decides; the element's place is the counter."""
-        out = node.meta["val"]
-        seeds = low.taken(
-            torch.empty((1,), dtype=INDEX, device="meta").to("meta") if out.device.type == "meta" else out.new_empty((1,), dtype=INDEX)
-        )
-        options = (("dtype", INDEX), ("device", out.device))
-        low.steps.append(Extern("aten.randint.default", (2**31 - 1, [1]), options, (seeds.name,), False, ""))
-        seed = load(seeds.name, strided(tuple(out.shape), [0] * out.dim()), INDEX)
-        value = random(kind, seed, iota(contiguous(tuple(out.shape)), INDEX), torch.float32)
-        return cast(value, out.dtype)
-
-    return rule
+def _random(low: Lowering, node: Node) -> Expr:
+    """Element k of a random tensor is number k of the stream that its own seed names: the row-major place is the counter."""
+    seeds, number, kind, size = node.args
+    (seed,) = view([low.values[seeds]], Affine(tuple(size), ((0, ()),)))
+    seed = compute("add", seed, const(number, INDEX), dtype=INDEX) if number else seed
+    return random(kind, seed, iota(contiguous(tuple(size)), INDEX), node.meta["val"].dtype)
 
 
 # -- pieces ----------------------------------------------------------------------------------------------------------------------------
@@ -438,8 +430,7 @@ RULES: dict[str, Rule] = {
     "new_empty_strided.default": _full(lambda n: 0),
     "new_zeros.default": _full(lambda n: 0), "new_ones.default": _full(lambda n: 1), "new_full.default": _full(lambda n: n.args[2]),
     "arange.start_step": _arange, "arange.start": _arange, "arange.default": _arange, "prims.iota.default": _prims_iota,
-    "rand.default": _random("rand"), "randn.default": _random("randn"),
-    "rand_like.default": _random("rand"), "randn_like.default": _random("randn"),
+    "fusejit.random.default": _random,
     "cat.default": _cat, "constant_pad_nd.default": _pad, "roll.default": _roll,
     "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "copy_.default": _copy_,
     "copy.default": lambda low, n: cast(low.expr(n.args[1], n.meta["val"].shape), n.meta["val"].dtype),
@@ -473,6 +464,3 @@ CHECKS |= {
     "arange.start_step": lambda n: all(isinstance(a, int) or n.meta["val"].dtype.is_floating_point for a in n.args),
     "constant_pad_nd.default": lambda n: n.meta["val"].numel() > 0 and min(n.args[1], default=0) >= -(2**31),
 }  # fmt: skip
-CHECKS |= {
-    k: lambda n: n.meta["val"].dtype.is_floating_point for k in ("rand.default", "randn.default", "rand_like.default", "randn_like.default")
-}

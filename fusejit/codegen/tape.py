@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Store, children, postorder, reduction
+from .lanes import lanes
 from .layout import Layout, Mode
 from .online import Shifted, shifted
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
@@ -35,6 +36,8 @@ class Tape:
         self.narrow: set[Expr] = set(outside.narrow) if outside else set()
         self.policies: dict[Expr, str] = {}
         self.slots: dict[Expr, str] = {}  # the accumulator of a reduction, while its loop runs
+        self.begins: dict[str, str] = {}  # where a tile begins, if not where the template says
+        self.quads: set[str] = set()  # statements that every fourth index has already
 
     def fresh(self) -> str:
         self.counter[0] += 1
@@ -61,11 +64,14 @@ class Tape:
             case Reduce():
                 value = self._reduce(node)
             case Random():
-                value = f"fj.{node.kind}({self.text(node.seed)}, {self.text(node.offset)})"
+                lines, value = self._random(node)
             case _:
                 raise TypeError(node)
         name = self.names[node] = self.fresh()
         lines.append(f"{name} = {value}")
+        if isinstance(node, Compute) and node.op == "checked_probability":
+            self.writer.asserts = True
+            lines.append(f"fj.check_probability({name}, {self.writer.mask([], columns=self.writer.full[node]) or 'None'})")
         if isinstance(node, Compute) and node.op == "checked_index":
             self.writer.asserts = True
             mask = self.writer.mask([], columns=self.writer.full[node]) or "None"
@@ -117,6 +123,15 @@ class Tape:
 
     def _is_index(self, node: Expr) -> bool:
         return node in self.narrow or (isinstance(node, Const) and node.dtype is torch.int64 and abs(node.value) < 2**31)
+
+    def _random(self, node: Random) -> tuple[list[str], str]:
+        found = lanes(self.writer, node, self.begins)
+        if found is None:
+            return [], f"fj.{node.kind}({self.text(node.seed)}, {self.text(node.offset)})"
+        before, counters = found
+        new = [line for line in before if line not in self.quads]
+        self.quads |= set(new)
+        return new, f"fj.{node.kind}_tile({self.text(node.seed)}, {counters})"
 
     # -- reductions
     def _reduce(self, node: Reduce) -> str:
@@ -192,6 +207,7 @@ class Tape:
     def mean_of_first_tile(self, found: Shifted, outside: Tape) -> tuple[str, list[str]]:
         """Return the name of a number near the row's mean, and its statements: squares about it lose nothing to cancellation."""
         ahead, name = Tape(self.writer, outside), self.fresh()
+        ahead.begins["r"] = "0"
         lines = [line for n in self.writer.inside([found.value]) for line in ahead.statement(n)]
         value = ahead._tile(found.value)
         value = f"tl.where(rmask, {value}, 0.0)" if self.writer.masked("r") else value

@@ -83,6 +83,12 @@ def check_index(i, n, mask):
     tl.device_assert((i >= 0) & (i < n), "index out of bounds", mask)
 
 
+@twin
+def check_probability(p, mask):
+    """Stop the program unless 0 <= p <= 1 where the mask holds (needs the launch option debug=True on a GPU)."""
+    tl.device_assert((p >= 0) & (p <= 1), "a probability outside [0, 1]", mask)
+
+
 # -- reductions over one axis of a tile, and their elementwise accumulation ---------------------------------------------------------------
 @jit
 def sum_combine(a, b):
@@ -199,14 +205,27 @@ def argmin(v, i, axis: tl.constexpr):
 
 # -- random numbers: element k of a stream is lane k % 4 of Philox at counter k // 4 ------------------------------------------------------
 @twin
-def philox(seed, offset):
-    low = (offset & 0xFFFFFFFF).to(tl.uint32)
-    return tl.philox(seed, low, (offset >> 32).to(tl.uint32), low * 0, low * 0)
+def philox(seed, counter):
+    low = counter.to(tl.uint32)
+    if counter.dtype == tl.int32:
+        high = low * 0
+    else:
+        high = (counter >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, low * 0, low * 0)
 
 
 @twin
-def interleave4(a, b, c, d):
-    return tl.join(tl.join(a, c), tl.join(b, d)).reshape([a.shape[0] * 4])
+def interleave4(a, b, c, d, axis: tl.constexpr):
+    """a0 b0 c0 d0 a1 b1 ... along one axis of a tile."""
+    four = tl.join(tl.join(a, c), tl.join(b, d))
+    if len(a.shape) == 1:
+        result = four.reshape([a.shape[0] * 4])
+    else:
+        if axis == 1:
+            result = four.reshape([a.shape[0], a.shape[1] * 4])
+        else:
+            result = tl.permute(four, (0, 2, 3, 1)).reshape([a.shape[0] * 4, a.shape[1]])
+    return result
 
 
 @jit
@@ -255,15 +274,22 @@ def randn(seed, offset):
 
 
 @jit
-def rand_tile(seed, start, n: tl.constexpr):
-    """rand(seed, start + arange(0, n)) with one Philox call per four elements; `start` must be a multiple of 4."""
-    a, b, c, d = philox(seed, (start >> 2) + tl.arange(0, n // 4))
-    return _unit(interleave4(a, b, c, d))
+def random_bits_tile(seed, counters, axis: tl.constexpr):
+    """random_bits at four elements for each counter, from one Philox call: elements 4 * counter to 4 * counter + 3, along `axis`."""
+    a, b, c, d = philox(seed, counters)
+    return interleave4(a, b, c, d, axis).to(tl.int64)
 
 
 @jit
-def randn_tile(seed, start, n: tl.constexpr):
-    """randn(seed, start + arange(0, n)) with one Philox call per four elements; `start` must be a multiple of 4."""
-    a, b, c, d = philox(seed, (start >> 2) + tl.arange(0, n // 4))
+def rand_tile(seed, counters, axis: tl.constexpr):
+    """rand at four elements for each counter, as random_bits_tile."""
+    a, b, c, d = philox(seed, counters)
+    return _unit(interleave4(a, b, c, d, axis))
+
+
+@jit
+def randn_tile(seed, counters, axis: tl.constexpr):
+    """randn at four elements for each counter, as random_bits_tile."""
+    a, b, c, d = philox(seed, counters)
     r, s, t, u = _normal_radius(a), _normal_radius(c), _angle(b), _angle(d)
-    return interleave4(r * cos(t), r * sin(t), s * cos(u), s * sin(u))
+    return interleave4(r * cos(t), r * sin(t), s * cos(u), s * sin(u), axis)

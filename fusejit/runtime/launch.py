@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CompileError
+from ..errors import CompileError, KernelAssertion
 from ..forks import renewed
 from .workers import KernelSpec, ast_source, compile_kernels, define_kernel, reason, target_arch
 
@@ -250,7 +250,8 @@ def _interpret(launcher: Launcher, args: tuple[Any, ...]) -> None:
                     for z in range(launcher.grid[2]):
                         interpreter_builder.set_grid_idx(x, y, z)
                         function(*values, **constants)
-        except IndexError:
+        except (IndexError, KernelAssertion) as error:
+            error.add_note(f"in kernel {spec.name}")
             raise
         except Exception as error:
             raise CompileError(f"kernel {spec.name} fails in the interpreter: {reason(error)}") from error

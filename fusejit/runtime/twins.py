@@ -16,6 +16,8 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
+from fusejit.errors import KernelAssertion
+
 _TORCH = {
     tl.float32: torch.float32, tl.float64: torch.float64, tl.float16: torch.float16, tl.int1: torch.bool, tl.int8: torch.int8,
     tl.int16: torch.int16, tl.int32: torch.int32, tl.int64: torch.int64, tl.uint8: torch.uint8,
@@ -125,9 +127,21 @@ def philox(seed: tl.tensor, offset: tl.tensor) -> tuple[tl.tensor, ...]:
     return tuple(value(c.astype(np.uint32), tl.uint32, _is_block(seed, offset)) for c in (c0, c1, c2, c3))
 
 
-def interleave4(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
-    """a0 b0 c0 d0 a1 b1 ... of four 1-D blocks."""
-    data = np.stack([x.handle.data for x in (a, b, c, d)], axis=-1).reshape(-1)
+def check_probability(p: tl.tensor, mask: tl.tensor | None = None) -> None:
+    """Raise KernelAssertion, a RuntimeError, unless 0 <= p <= 1 wherever the mask holds."""
+    bad = ~((p.handle.data >= 0) & (p.handle.data <= 1))
+    if mask is not None:
+        bad = bad & mask.handle.data
+    if bad.any():
+        raise KernelAssertion(f"{np.broadcast_to(p.handle.data, bad.shape)[bad].ravel()[0]} is no probability: 0 <= p <= 1 is expected")
+
+
+def interleave4(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, axis: int) -> tl.tensor:
+    """a0 b0 c0 d0 a1 b1 ... along one axis of four blocks."""
+    blocks = [x.handle.data for x in (a, b, c, d)]
+    axis = int(axis) if blocks[0].ndim > 1 else 0
+    shape = [n * 4 if k == axis else n for k, n in enumerate(blocks[0].shape)]
+    data = np.stack(blocks, axis=axis + 1).reshape(shape)
     return value(data, a.dtype, True)
 
 
@@ -164,6 +178,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "argmax": _arg_reduce(np.max),
     "argmin": _arg_reduce(np.min),
     "check_index": check_index,
+    "check_probability": check_probability,
     "philox": philox,
     "interleave4": interleave4,
 }
