@@ -22,6 +22,17 @@ from .module import JitModule
 from .specialise import BACKENDS, LEVELS, MODES, NUMERICS, Settings, check
 
 
+CHOICES = {
+    "fullgraph": (False, True),
+    "fast_math": (False, True),
+    "capture_mode": MODES,
+    "jit_level": LEVELS,
+    "backend": BACKENDS,
+    "numerics": NUMERICS,
+    "dynamic": (None, False, True),
+}
+
+
 def jit(
     fn_or_module: Any = None,
     *,
@@ -64,13 +75,8 @@ def jit(
         ValueError: an option is none of its choices. TypeError: the argument is not callable.
     """
     settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math, dynamic=dynamic)
-    check("fullgraph", fullgraph, (False, True))
-    check("fast_math", fast_math, (False, True))
-    check("capture_mode", capture_mode, MODES)
-    check("jit_level", jit_level, LEVELS)
-    check("backend", backend, BACKENDS)
-    check("numerics", numerics, NUMERICS)
-    check("dynamic", dynamic, (None, False, True))
+    for option, choices in CHOICES.items():
+        check(option, getattr(settings, option), choices)
     if fn_or_module is None:
         return functools.partial(make, settings=settings)
     return make(fn_or_module, settings=settings)
