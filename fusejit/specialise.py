@@ -223,13 +223,12 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
     captured = found.captured
     assert captured is not None
     positions, unflatten = captured.positions, result_builder(captured)
-    plain = eager_runner(eager(captured.graph), positions, unflatten)
     try:
         check_devices(found.backend, tensors)
         found.built = built = build_programs(found, captured.graph, tensors, settings)
     except Exception as error:
         fail_compile(found, error, settings)
-        found.run = plain
+        found.run = eager_runner(eager(captured.graph), positions, unflatten)
         return
     found.forward = None if found.backend == "eager" else built.forward
     found.record.update(built.graphs)

@@ -78,3 +78,14 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     cpu = {key: machine_info["cpu"].get(key) for key in ("arch", "bits", "count", "brand_raw")}
     machine_info.clear()
     machine_info.update(kept | {"cpu": cpu})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the figures of the seeds that this run measured."""
+    from figures import table
+
+    session = getattr(config, "_benchmarksession", None)
+    text = table(row.extra_info for row in session.benchmarks) if session is not None else ""
+    if text:
+        terminalreporter.section("figures of the seeds")
+        terminalreporter.write_line(text)

@@ -7,7 +7,7 @@
 #   perf/gpu.sh peer          every block with torch.compile
 #   perf/gpu.sh models        blocks of transformers, eager and fused
 #   perf/gpu.sh compile       capture, codegen, kernels
-#   perf/gpu.sh foreach       HyperMap AdamW over 200 parameters, with torch's own fused step
+#   perf/gpu.sh seeds         the seeds' figures: select, vmap, lazy inline, HyperMap AdamW with torch's own fused step; a table at the end
 #   perf/gpu.sh bench         the table of `fusejit bench`
 # Needs Python 3.11+, torch, triton, numpy, jinja2, pytest, pytest-benchmark, and transformers for models and compile. Writes one JSON a part to
 # $OUT (perf/results unless set); set FUSEJIT_COMMIT where the tree has no git.
@@ -15,7 +15,7 @@
 # pytest's -k takes ("softmax and bfloat16"). Rows are written to the JSON's .jsonl sibling as they come: perf/report.py reads both.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?usage: perf/gpu.sh correctness|opinfo|blocks|kernels|peer|models|compile|foreach|bench}
+part=${1:?usage: perf/gpu.sh correctness|opinfo|blocks|kernels|peer|models|compile|seeds|bench}
 out=${OUT:-perf/results}
 mkdir -p "$out"
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
@@ -38,7 +38,7 @@ case $part in
   peer) benchmarks perf/test_blocks.py::test_block -k torch.compile ;;
   models) benchmarks perf/test_blocks.py::test_model ;;
   compile) benchmarks perf/test_compile.py ;;
-  foreach) benchmarks perf/test_seeds_hypermap.py ;;
+  seeds) benchmarks perf/test_seeds.py --benchmark-quiet ;;
   bench) limit "$python" -m fusejit bench --json "$json" ;;
   *) echo "no part $part" >&2; exit 2 ;;
 esac

@@ -6,6 +6,8 @@ fusejit's stages of the last round (capture, joint, partition, codegen passes, k
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from models import REAL, make
@@ -18,18 +20,19 @@ from fusejit.runtime.workers import close_workers
 ROUNDS = 3
 
 
+def empty(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Give what comes next an empty kernel cache and compiler processes that have done their imports."""
+    small = BLOCKS["masked_softmax"]
+    patch.setenv("TRITON_CACHE_DIR", str(folder))
+    close_workers()
+    for dtype in (torch.float32, torch.float64):  # several kernels, so that every process has compiled one
+        fusejit.compile_for(small.fn, small.make(small.small, dtype=dtype), target="sm_90")
+
+
 @pytest.fixture
 def cold(tmp_path_factory, monkeypatch):
-    """A function that gives the next round an empty kernel cache and compiler processes that have done their imports."""
-    small = BLOCKS["masked_softmax"]
-
-    def empty():
-        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        close_workers()
-        for dtype in (torch.float32, torch.float64):  # several kernels, so that every process has compiled one
-            fusejit.compile_for(small.fn, small.make(small.small, dtype=dtype), target="sm_90")
-
-    return empty
+    """A function that does so for the next round."""
+    return lambda: empty(monkeypatch, tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("name", REAL)

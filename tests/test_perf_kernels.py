@@ -16,6 +16,7 @@ import torch
 PERF = Path(__file__).parent.parent / "perf"
 sys.path.insert(0, str(PERF))
 
+import figures  # noqa: E402
 import report  # noqa: E402
 import static  # noqa: E402
 from cases import CASES, FAMILIES, smallest  # noqa: E402
@@ -84,6 +85,47 @@ def test_gpu_script_rehearsed(rehearsed):
         keys = {"device", "case", "dtype", "shape", "pass", "variant", "bytes_minimum", "torch_version", "triton_version", "commit"}
         assert keys <= set(info) and info["synthetic"]
         assert ("error" in info) == (info["variant"] != "copy")
+
+
+def test_seeds_rehearsed(tmp_path):
+    """`perf/gpu.sh seeds` at its smallest sizes: every row, what each row says, and the table of figures from the run and from its JSON."""
+    environment = outside() | {"OUT": str(tmp_path), "PYTHON": sys.executable, "PERF_REHEARSE": "1", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(["bash", str(PERF / "gpu.sh"), "seeds"], capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {
+        (i["case"], i["variant"]): i for i in (r["extra_info"] for r in json.loads((tmp_path / "cpu-seeds.json").read_text())["benchmarks"])
+    }
+    assert {case: [v for c, v in rows if c == case] for case, _ in rows} == {
+        "ifs, compile and run": ["fusejit", "fusejit-cond", "torch.compile-cond"],
+        "ifs, run": ["fusejit", "fusejit-cond", "torch.compile-cond", "eager"],
+        "hswish of rows": ["fusejit", "torch.vmap", "loop"],
+        "AdamW": ["fusejit", "fusejit-O0", "fusejit-loop", "loop"],
+        "blocks, 1": ["fusejit", "in place"],
+        "blocks, 3": ["fusejit", "in place"],
+    }
+    for (_, variant), info in rows.items():
+        assert {"device", "commit", "torch_version", "count", "pass"} <= set(info) and info["synthetic"]
+        assert ("figures" in info) == (variant == "fusejit") and (info["ratio"] == 1) == (variant == "fusejit")
+    alone, apart, whole = (rows[key]["nodes"] for key in (("blocks, 1", "in place"), ("blocks, 3", "fusejit"), ("blocks, 3", "in place")))
+    assert apart == alone + 3 and whole == 3 * alone
+    assert rows["AdamW", "fusejit"]["launches"] <= 4 < rows["AdamW", "loop"]["launches"]
+    text = figures.table(rows.values())
+    assert text in done.stdout and text.startswith("SYNTHETIC") and len(text.splitlines()) == 2 + 12 + 1 and "reached" not in text
+
+
+def test_figures_and_their_targets(tmp_path, capsys):
+    made = [("at least", 3.0, 3.08), ("at least", 4.0, 3.08), ("at most", 1.6, 1.5), ("at most", 1.25, 1.5), ("at least", 7.0, None)]
+    found = [{"feature": "f", "text": f"figure {n}", "ours": o, "target": t, "bound": b} for n, (b, o, t) in enumerate(made)]
+    row = {"device": "cpu", "torch_version": "2", "commit": "c", "figures": found}
+    file = tmp_path / "some.json"
+    file.write_text(json.dumps({"benchmarks": [{"extra_info": row}, {"extra_info": {"variant": "loop"}}]}))
+    assert figures.main([str(file)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[3:] for line in lines[1:-1]] == [
+        [">=", "3.08", "3", "MISSED"], [">=", "3.08", "4", "reached"], ["<=", "1.5", "1.6", "MISSED"], ["<=", "1.5", "1.25", "reached"],
+        ["-", "7"],
+    ]  # fmt: skip
+    assert figures.table([{"variant": "loop"}]) == "" and figures.main([]) == 2
 
 
 def test_budget_and_start(tmp_path):

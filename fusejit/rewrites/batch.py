@@ -299,9 +299,12 @@ def check_inputs(inputs: list[tuple[Any, Any, str]]) -> None:
 
 def check_output(axis: Any, leaf: Any, path: str) -> None:
     """Check one result inside the map."""
-    level = FUNCTORCH.maybe_current_level()
-    if axis is None:
-        if isinstance(leaf, Tensor) and FUNCTORCH.is_batchedtensor(leaf) and FUNCTORCH.maybe_get_level(leaf) == level:
+    if axis is None:  # the levels are looked at here alone, because Dynamo cannot follow that
+        if (
+            isinstance(leaf, Tensor)
+            and FUNCTORCH.is_batchedtensor(leaf)
+            and FUNCTORCH.maybe_get_level(leaf) == FUNCTORCH.maybe_current_level()
+        ):
             raise ValueError(f"out_axes: {path} depends on mapped arguments, so it needs an axis, and out_axes says None")
     elif not isinstance(leaf, Tensor):
         raise ValueError(f"out_axes: {path} is a {type(leaf).__name__}, which has no axis; return a tensor, or give it the axis None")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..capture.cut import Region
+from .direct import direct
 
 
 def eager(graph: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -23,7 +24,8 @@ def eager(graph: torch.fx.GraphModule) -> Callable[..., Any]:
 
     A graph that enters autocast or switches gradients on and off puts both back when an op in it raises.
     """
-    function = type(graph).forward.__get__(graph)
+    module = direct(graph)
+    function = type(module).forward.__get__(module)
     if not switches(graph):
         return function
 
