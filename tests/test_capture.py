@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -303,3 +304,43 @@ def test_a_seed_set_inside(backend):
     torch.testing.assert_close(jitted(torch.zeros(4)), jitted(torch.zeros(4)))
     torch.testing.assert_close(jitted(torch.zeros(4)), f(torch.zeros(4)))
     assert "manual_seed" in jitted.specialisation(torch.zeros(4)).fallbacks[0].op
+
+
+def never():
+    raise AssertionError("the dict was asked for what the function does not use")
+
+
+class Factory(collections.OrderedDict):
+    """A dict that makes what it is asked for, as the activation tables of model libraries do; no copy of it may ask."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name)()
+
+    def __setitem__(self, name, value):
+        super().__setitem__(name, value if callable(value) else never)
+
+
+FACTORY = Factory(silu=torch.nn.SiLU, never=never)
+
+
+@pytest.mark.parametrize("mode", ("ast", "trace"))
+def test_a_dict_that_makes_its_values_is_not_asked(mode):
+    held = list(dict.items(FACTORY))
+    jitted = jit(lambda x: FACTORY["silu"](x) * 2, capture_mode=mode, backend="eager", fullgraph=True)
+    x = torch.randn(3)
+    for _ in range(2):
+        torch.testing.assert_close(jitted(x), torch.nn.functional.silu(x) * 2)
+    assert jitted.cache_info()[:2] == (1, 1)
+
+    def changes(x):
+        FACTORY["relu"] = torch.nn.ReLU
+        FACTORY.move_to_end("silu")
+        return FACTORY["relu"](x)
+
+    torch.testing.assert_close(jit(changes, capture_mode=mode, backend="eager")(x), x.relu())
+    assert list(dict.items(FACTORY)) == held and list(FACTORY) == ["silu", "never"]  # put back as it was
+    try:
+        FACTORY["silu"] = torch.nn.ReLU
+        torch.testing.assert_close(jitted(x), x.relu() * 2)  # what is read is guarded
+    finally:
+        FACTORY["silu"] = torch.nn.SiLU

@@ -31,7 +31,7 @@ import torch
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
 from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
-from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, freeze, refill, same_items
+from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, refill, same_items
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = {
@@ -379,7 +379,7 @@ class Recorder:
     def keep(self, holder: Any, owner: str) -> None:
         """Copy a container the first time that it is met; a later copy would hold what the capture wrote."""
         if id(holder) not in self.before:
-            self.before[id(holder)] = holder.copy()
+            self.before[id(holder)] = copied(holder)
             self.snapshots.append((holder, self.before[id(holder)], owner))
 
     def snapshot_object(self, obj: Any) -> None:
@@ -423,7 +423,7 @@ class Recorder:
     def describe(self, holder: Any, before: Any, owner: str) -> list[Effect]:
         if not isinstance(holder, dict):
             return [Effect(f"a {owner}" if owner == type(holder).__name__ else owner, "changed")]
-        names = [name for name in {**before, **holder} if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)]
+        names = [name for name in dict.fromkeys([*before, *holder]) if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)]
         lines = {name: line for (_, name), line in self.writes.items()}
         return [Effect(f"{owner}.{name}", "set" if name in holder else "deleted", lines.get(name, "")) for name in names]
 

@@ -8,7 +8,7 @@ In: a value that the function read. Out: a `Read` with a frozen copy of it, agai
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -67,7 +67,7 @@ def freeze(value: Any, depth: int = DEPTH, before: Mapping[int, Any] = MappingPr
         return value
     value = before.get(id(value), value)
     if isinstance(value, dict):
-        return {key: freeze(item, depth - 1, before) for key, item in value.items()}
+        return {key: freeze(item, depth - 1, before) for key, item in copied(value).items()}
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
     return [freeze(item, depth - 1, before) for item in value]
@@ -84,7 +84,24 @@ def same_items(holder: Any, before: Any) -> bool:
     return all(one is other for one, other in zip(holder, before))
 
 
+def copied(holder: Any) -> Any:
+    """A copy of what a container holds. A dict's `copy`, `update` and `__getitem__` may be the user's own, and are not called."""
+    if type(holder) is dict or not isinstance(holder, dict):
+        return holder.copy()
+    return {name: dict.__getitem__(holder, name) for name in base_of(holder).__iter__(holder)}
+
+
+def base_of(holder: dict) -> type[dict]:
+    return OrderedDict if isinstance(holder, OrderedDict) else dict
+
+
 def refill(holder: Any, before: Any) -> None:
     """Give a container its old contents back, in place."""
+    if isinstance(holder, dict):
+        base = base_of(holder)
+        base.clear(holder)
+        for name, value in before.items():
+            base.__setitem__(holder, name, value)
+        return
     holder.clear()
     (holder.extend if isinstance(holder, (list, deque)) else holder.update)(before)
