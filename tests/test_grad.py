@@ -80,3 +80,35 @@ def test_without_gradients_there_is_no_backward():
             assert report.forward.launches == 1 and report.backward.launches == 0
             assert not jitted(x).requires_grad
     assert jitted.explain(x).backward.launches == 1
+
+
+@torch.library.custom_op("fusejit_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+
+@scaled.register_fake
+def _(x, by):
+    return torch.empty_like(x)
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+
+
+scaled.register_autograd(lambda ctx, g: (g * 7 * ctx.saved_tensors[0], None), setup_context=_keep)
+
+
+@pytest.mark.parametrize("mode", ("ast", "trace", "bytecode"))
+@pytest.mark.parametrize("backend", ("eager", "interpret"))
+def test_an_op_of_the_users_brings_its_backward(mode, backend):
+    """`torch.library` makes an autograd.Function of it, and the op in the graph stands for both: it is no Python callback that is lost."""
+
+    def f(x):
+        return (scaled(x.sin(), 2.0) * x).sum()
+
+    jitted = jit(f, capture_mode=mode, backend=backend, fullgraph=True)
+    for _ in range(2):
+        x = torch.randn(5, requires_grad=True)
+        torch.testing.assert_close(jitted(x), f(x))
+        torch.testing.assert_close(torch.autograd.grad(jitted(x), x), torch.autograd.grad(f(x), x))

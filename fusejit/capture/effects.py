@@ -423,7 +423,9 @@ class Recorder:
     def describe(self, holder: Any, before: Any, owner: str) -> list[Effect]:
         if not isinstance(holder, dict):
             return [Effect(f"a {owner}" if owner == type(holder).__name__ else owner, "changed")]
-        names = [name for name in dict.fromkeys([*before, *holder]) if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)]
+        names = [
+            name for name in dict.fromkeys([*before, *holder]) if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)
+        ]
         lines = {name: line for (_, name), line in self.writes.items()}
         return [Effect(f"{owner}.{name}", "set" if name in holder else "deleted", lines.get(name, "")) for name in names]
 
@@ -433,7 +435,12 @@ LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Ten
 
 
 def refuse_backward(cls: type, given: tuple) -> None:
-    """Refuse an `autograd.Function` where its own backward would matter: the graph has only torch's."""
+    """Refuse an `autograd.Function` where its own backward would matter: the graph has only torch's.
+
+    One that torch.library made (`register_autograd`) belongs to an op, which brings its backward into every graph that calls it.
+    """
+    if cls.__module__ == "torch._library.autograd":
+        return
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
         name = f"{cls.__name__} (a torch.autograd.Function)"
         raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here(), False)

@@ -257,7 +257,9 @@ def frozen_same(now: Any, then: Any) -> bool:
     if now is then:
         return True
     if isinstance(then, dict):
-        return isinstance(now, dict) and now.keys() == then.keys() and all(frozen_same(dict.__getitem__(now, key), then[key]) for key in then)
+        return (
+            isinstance(now, dict) and now.keys() == then.keys() and all(frozen_same(dict.__getitem__(now, key), then[key]) for key in then)
+        )
     if isinstance(then, list):
         return isinstance(now, (list, tuple, deque)) and len(now) == len(then) and all(map(frozen_same, now, then))
     if isinstance(then, frozenset):
