@@ -39,31 +39,71 @@ def test_default_backend_is_eager_on_a_cpu(name):
     assert_close(got, wanted, rtol=0, atol=0)
 
 
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
+T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "vocab_size": 99}
+WHOLE = {
+    "llama": ("LlamaConfig", TINY | {"max_position_embeddings": 64}),
+    "bert": ("BertConfig", TINY | {"max_position_embeddings": 64}),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99, "n_positions": 64}),
+    "t5": ("T5Config", T5),  # an encoder and a decoder, relative positions
+    "mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 99, "state_size": 4}),  # a scan, and no attention
+}
+
+
 def tiny(name):
     """A whole model of Hugging Face with two layers and random weights, and its token ids."""
     import transformers
 
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
-    configs = {
-        "llama": lambda: transformers.LlamaConfig(**small, max_position_embeddings=64),
-        "bert": lambda: transformers.BertConfig(**small, max_position_embeddings=64),
-        "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99, n_positions=64),
-    }
-    config = configs[name]()
-    config._attn_implementation = "sdpa"
+    kind, sizes = WHOLE[name]
+    config = getattr(transformers, kind)(**sizes)
+    if name != "mamba":
+        config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
     return transformers.AutoModel.from_config(config).eval(), torch.arange(16).reshape(2, 8)
 
 
-@pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
-def test_whole_models_in_mode_ast(name):
+def outcome(call, model, ids, **options):
+    """The last hidden state, and the gradient of every parameter that has one."""
+    out = call(ids, **options)
+    out = out if isinstance(out, torch.Tensor) else out.last_hidden_state
+    tangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    named = dict(model.named_parameters())
+    return {"out": out.detach(), **dict(zip(named, torch.autograd.grad(out, list(named.values()), tangent, allow_unused=True)))}
+
+
+def same(got, wanted, **tolerance):
+    assert got.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert (got[key] is None) == (value is None), key
+        if value is not None:
+            assert_close(got[key], value, msg=lambda text, key=key: f"{key}: {text}", **tolerance)
+
+
+@pytest.mark.parametrize(("name", "mode"), [*((name, "ast") for name in WHOLE), ("t5", "bytecode")])  # more of it in test_bytecode.py
+def test_whole_models(name, mode):
+    """In one graph, without a fallback: the output and every gradient are eager's."""
+    torch._dynamo.reset()
     model, ids = tiny(name)
-    jitted = fusejit.jit(model, backend="eager", fullgraph=True)
     options = {} if name == "bert" else {"use_cache": False}
-    assert_close(jitted(ids, **options).last_hidden_state, model(ids, **options).last_hidden_state)
-    found = jitted.specialisation(ids, **options)
-    assert not found.fallbacks
-    jitted(ids, **options).last_hidden_state.sum().backward()
-    assert all(p.grad is not None for name, p in model.named_parameters() if "pooler" not in name)
+    options |= {"decoder_input_ids": ids} if name == "t5" else {}
+    jitted = fusejit.jit(model, backend="eager", fullgraph=True, capture_mode=mode)
+    wanted = outcome(model, model, ids, **options)
+    for _ in range(2):
+        same(outcome(jitted, model, ids, **options), wanted)
+    info = jitted.cache_info()
+    assert not info.fallbacks and info.specialisations == 1
+    assert not jitted.explain(ids, **options).fallbacks
+
+
+@pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
+def test_whole_models_on_kernels(name, fuse, device):
+    model, ids = tiny(name)
+    model, ids = model.to(device), ids.to(device)
+    options = {} if name == "bert" else {"use_cache": False}
+    jitted = fuse(model, fullgraph=True)
+    with torch.no_grad():
+        got, wanted = jitted(ids, **options).last_hidden_state, model(ids, **options).last_hidden_state
+    assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_that_is_a_pytree():
@@ -112,12 +152,15 @@ def test_a_subclass_with_tensor_ifs():
 
     plain, ids = tiny("llama")
     model = Model(plain.config).eval()
-    jitted = fusejit.jit(model, backend="eager", fullgraph=True)
+    whole = fusejit.jit(model, backend="eager", fullgraph=True)
+    parts = fusejit.jit(model, backend="eager", capture_mode="bytecode")  # Dynamo cuts the model at the tests
     for seed in range(3):
         torch.manual_seed(seed)
         for parameter in model.parameters():
             parameter.data.normal_(std=0.2 * (seed + 1))
-        assert_close(jitted(ids, use_cache=False), model(ids, use_cache=False))
-    found = jitted.specialisation(ids, use_cache=False)
+        wanted = outcome(model, model, ids, use_cache=False)
+        same(outcome(whole, model, ids, use_cache=False), wanted, rtol=1e-4, atol=1e-5)
+        same(outcome(parts, model, ids, use_cache=False), wanted, rtol=1e-4, atol=1e-5)
+    found = whole.specialisation(ids, use_cache=False)
     assert not found.fallbacks and len(found.control) >= 3
-    jitted(ids, use_cache=False).sum().backward()
+    assert "if x.abs().mean() > 0.8" in " ".join(map(str, parts.explain(ids, use_cache=False).fallbacks))
