@@ -121,3 +121,16 @@ def test_symbolic_sizes_split_where_they_divide():
     new, rest = apply(contiguous((s, 768)), Reshape((s, 12, 64)))
     assert not rest and new.strides == (768, 64, 1)
     assert apply(contiguous((s, 768)), Reshape((s * 12, 64)))[0].strides == (64, 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)], ids=str)
+def test_axes_that_count_through_several_digits_need_no_computed_coordinate(order):
+    """`as_strided` of a reshaped broadcast, as torch's group norm has it: the axes take the digits, in whatever order they stand."""
+    layout = Layout(((Mode(4, 3), Mode(3, 1), Mode(10, 0)),))
+    x = np.broadcast_to((np.arange(4)[:, None] * 3 + np.arange(3))[:, :, None], (4, 3, 10)).reshape(-1)
+    shape, steps = (4, 3, 2, 5), (30, 10, 5, 1)
+    axes = tuple((place, steps[d]) for place, d in enumerate(order))
+    view = L.Affine(tuple(shape[d] for d in order), ((0, axes),))
+    assert not check(layout, view, x.reshape(shape).transpose(order))[1]
+    part = L.Affine((3, 2, 5), ((0, ((0, 10), (1, 5), (2, 1))),))  # a part of the digits only
+    assert check(layout, part, x[:30].reshape(3, 2, 5))[1]

@@ -179,9 +179,12 @@ def affine(layout: Layout, view: Affine) -> tuple[Layout, tuple[Computed, ...]]:
                 strides[axis] = strides[axis] + coefficient * dim[0].stride
             continue
         digits = _cut(dim, base, terms, view)
+        dealt = _dealt(dim, base, terms, view) if digits is None else {}
         if digits is not None and terms[0][0] not in whole and strides[terms[0][0]] == 0:
             whole[terms[0][0]], shift = digits
             offset = offset + shift
+        elif dealt and not any(axis in whole or strides[axis] != 0 for axis in dealt):
+            whole |= dealt
         else:
             rest += _computed(dim, _number(view.shape, base, terms))
     if any(strides[axis] != 0 for axis in whole):  # another dimension runs along the same axis: digits cannot be added to a stride
@@ -202,6 +205,18 @@ def _cut(dim: tuple[Mode, ...], base: AnySize, terms: tuple, view: Affine) -> tu
     if start is None or length is None:
         return None
     return (Mode(length, dim[0].stride), *dim[1:]), start * dim[0].stride
+
+
+def _dealt(dim: tuple[Mode, ...], base: AnySize, terms: tuple, view: Affine) -> dict[int, tuple[Mode, ...]]:
+    """Return the digits of each axis where the axes together count through `dim` in some order, as in a reshape; {} where they do not."""
+    if base != 0 or not all(isinstance(c, int) and c > 0 for _, c in terms):
+        return {}
+    axes = sorted((axis for axis, _ in terms if view.shape[axis] != 1), key=dict(terms).__getitem__, reverse=True)
+    extents = [view.shape[axis] for axis in axes]
+    if len(set(axes)) < len(axes) or contiguous(extents).strides != tuple(dict(terms)[axis] for axis in axes):
+        return {}
+    split = regroup(dim, extents) if product(extents) == product(m.extent for m in dim) else None
+    return dict(zip(axes, split, strict=True)) if split else {}
 
 
 def _number(shape: Sequence[AnySize], base: AnySize, terms: Iterable[tuple[int, AnySize]]) -> Layout:
