@@ -148,6 +148,15 @@ def test_norm_backward_reads_x_and_dy_once(norm, rows, columns):
     assert mixed.wide_loads >= 2 or columns % 8
 
 
+@pytest.mark.parametrize("rows, columns, most", [(8192, 4096, 132), (32768, 4096, 264), (262_144, 256, 2112), (4096, 1024, 528)])
+def test_partial_results_are_few(rows, columns, most):
+    """As many programs as keep the memory busy, and no more: their partial results are a small part of what the rows move."""
+    x, w, row = meta(rows, columns), meta(columns), meta(rows, 1, dtype=F32)
+    mixed, small = for_h100(norm_backward, x, x, w, row, row, w)
+    assert 132 <= mixed.grid[0] <= most and small.bytes_read == 8 * mixed.grid[0] * columns
+    assert small.bytes_read <= (0.3 if rows * columns < 2**24 else 0.05) * 3 * 2 * rows * columns
+
+
 def test_mixed_is_refused_where_partial_results_cost_more():
     """160 rows: 132 programs would write almost as much as they save."""
     x = meta(160, 4096)

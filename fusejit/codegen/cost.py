@@ -95,7 +95,7 @@ class Device:
         sms: multiprocessors. bandwidth, l2_bandwidth: bytes a second that a copy reaches. l2_bytes: what stays in L2 between two passes.
         launch_us: microseconds between the ends of two small kernels. in_flight: bytes a multiprocessor has under way when memory is full.
         registers: 32-bit registers of a multiprocessor. row_values, mixed_values: values of a row that one program keeps without spills,
-            alone and with its column sums. mixed_programs: (columns, programs a multiprocessor), rising.
+            alone and with its column sums. mixed_programs: (columns, programs a multiprocessor at most), rising.
     """
 
     name: str
@@ -109,14 +109,6 @@ class Device:
     row_values: int
     mixed_values: int
     mixed_programs: tuple[tuple[int, int], ...]
-
-    def programs(self, columns: int, rows: int) -> int:
-        """Return how many programs walk over the rows of a mixed reduction: the table's number, but 16 rows each.
-
-        With fewer rows a program the partial results would be a good part of all bytes; fewer programs would leave the device idle.
-        """
-        most = self.sms * next((k for limit, k in self.mixed_programs if columns <= limit), 1)
-        return min(rows, most, max(self.sms, rows // 16 // self.sms * self.sms))
 
 
 @cache

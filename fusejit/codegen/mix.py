@@ -16,9 +16,11 @@ from .cluster import Cluster, Expr, Reduce, Store, load, reduction, view
 from .cost import Device
 from .layout import contiguous, permute, strided
 from .lower import Buffer
-from .schedule import even_rows, fits_mixed, power_of_two
+from .schedule import even_rows, fits_mixed, order, power_of_two, schedule
 from .size import product
 from .split import SPLITTABLE, combined
+
+MUCH = 8  # partial results, written and read again, stay below a quarter of what the rows move
 
 
 def mix(row: Cluster, column: Cluster, column_first: bool, buffers: dict[str, Buffer], device: Device) -> tuple[Cluster, Cluster]:
@@ -36,18 +38,20 @@ def mix(row: Cluster, column: Cluster, column_first: bool, buffers: dict[str, Bu
     turn = permute(column.axes, [*range(split, len(column.axes)), *range(split)])
     turned = column.map(turn, column.reduce, column.parallel)
     one, two = reversed(align(turned, row)) if column_first else align(row, turned)
-    programs = device.programs(product(one.reduce), product(one.parallel))
     nodes = [n for n in two.order if isinstance(n, Reduce)]
-    made = _partial(two, nodes, programs, buffers)
+    names = [f"b{len(buffers) + i}" for i in range(len(nodes))]
     place = strided(one.axes, [*(0 for _ in one.parallel), *(contiguous(one.reduce).strides or ())])
-    sums = tuple(Store(b.name, place, n.args[0], n.dtype, n.op) for b, n in zip(made, nodes, strict=True))
+    sums = tuple(Store(name, place, n.args[0], n.dtype, n.op) for name, n in zip(names, nodes, strict=True))
     whole = tuple(s for s in two.stores if s.buffer not in results)
     first = replace(two, stores=(*whole, *sums))
-    mixed = replace(join(first, one) if column_first else join(one, first), programs=programs)
+    mixed = join(first, one) if column_first else join(one, first)
+    programs = _programs(mixed, device)
+    mixed = replace(mixed, programs=programs)
     if not fits_mixed(mixed, device.mixed_values) and not even_rows(mixed):
         raise Refused(f"rows of {product(one.reduce)} that begin at odd addresses take too many registers, read once and summed both ways")
     if power_of_two(product(one.reduce)) * len(sums) > device.mixed_values:
         raise Refused(f"{len(sums)} column sums of rows of {product(one.reduce)} do not fit in the registers of a program")
+    made = _partial(two, nodes, names, programs, buffers)
     back = permute(two.axes, [*range(len(two.parallel), len(two.axes)), *range(len(two.parallel))])
     upright = replace(two, stores=tuple(s for s in two.stores if s.buffer in results)).map(back, two.reduce, two.parallel)
     sums_of = strided((*upright.parallel, programs), [*(contiguous(upright.parallel).strides or ()), product(upright.parallel)])
@@ -73,12 +77,29 @@ def _is_result(store: Store, cluster: Cluster) -> bool:
     return not any((store.layout.strides or ())[len(cluster.parallel) :]) and not cluster.full[store.value]
 
 
-def _partial(two: Cluster, nodes: list[Reduce], programs: int, buffers: dict[str, Buffer]) -> list[Buffer]:
+def _programs(mixed: Cluster, device: Device) -> int:
+    """Return how many programs share the rows: of the device's number for such rows and its halves, the one that costs least.
+
+    Each program writes, and the second kernel reads, one partial result of all columns: many programs keep the memory busy, few move less.
+    """
+    rows, columns = product(mixed.parallel), product(mixed.reduce)
+    times = next((k for limit, k in device.mixed_programs if columns <= limit), 1)
+    ordered = order(mixed).coalesced
+    partial = columns * sum(s.dtype.itemsize for s in ordered.stores if s.mode)
+    found = []
+    while times:
+        programs = min(rows, times * device.sms)
+        choice = schedule(replace(ordered, programs=programs), device)[1].choice
+        assert choice is not None
+        if times == 1 or MUCH * programs * partial <= choice.bytes:
+            found.append((round(choice.costs[0].us + programs * partial / device.bandwidth * 1e6, 2), programs))
+        times //= 2
+    return min(found)[1]
+
+
+def _partial(two: Cluster, nodes: list[Reduce], names: list[str], programs: int, buffers: dict[str, Buffer]) -> list[Buffer]:
     columns = product(two.reduce)
     device = next(buffers[s.buffer].device for s in two.stores)
-    made = []
-    for node in nodes:
-        buffer = Buffer(f"b{len(buffers)}", (programs, columns), (columns, 1), node.dtype, device)
-        buffers[buffer.name] = buffer
-        made.append(buffer)
+    made = [Buffer(name, (programs, columns), (columns, 1), n.dtype, device) for name, n in zip(names, nodes, strict=True)]
+    buffers |= {b.name: b for b in made}
     return made

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cluster import Cluster, Compute, Const, Expr, Reduce, children, compute, const, postorder, reduction, substitute
+from .cluster import Cluster, Compute, Const, Expr, Load, Reduce, children, compute, const, postorder, reduction, substitute
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,13 @@ class Shifted:
     node: Reduce
     value: Expr
     shift: Expr
+
+    @property
+    def deviation(self) -> Expr:
+        """value - shift, of squares."""
+        (term,) = self.node.args
+        assert isinstance(term, Compute)
+        return term.args[0]
 
     @property
     def bases(self) -> list[Reduce]:
@@ -126,6 +133,18 @@ def in_one_pass(cluster: Cluster) -> tuple[dict[Expr, int], dict[Expr, Shifted]]
         else:
             levels[node] = below + isinstance(node, Reduce)
     return levels, found
+
+
+def last_reads(cluster: Cluster) -> dict[str, int]:
+    """Return {buffer: the last pass over a row that loads it}, as a looped kernel passes over rows; a store's pass is its value's level."""
+    levels, found = in_one_pass(cluster)
+    taken = [(levels[n] - 1, a) for n in cluster.order if isinstance(n, Reduce) for a in ((found[n].value,) if n in found else n.args)]
+    result: dict[str, int] = {}
+    for level, root in (*taken, *((levels[s.value], r) for s in cluster.stores for r in (s.value, *(e for e, _ in s.index)))):
+        for node in postorder([root], lambda n: () if isinstance(n, Reduce) else children(n)):
+            if isinstance(node, Load):
+                result[node.buffer] = max(result.get(node.buffer, 0), level)
+    return result
 
 
 def _is_maximum(found: Shifted) -> bool:

@@ -16,7 +16,9 @@ from typing import Any, TypeAlias
 from .cluster import Cluster
 from .kernel import Kernel
 from .lower import Buffer, Extern, Lowered, refs
+from .online import in_one_pass, last_reads
 from .pattern import Foreach
+from .size import product
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,7 @@ def plan(lowered: Lowered, kernels: Sequence[Kernel | None]) -> tuple[Step, ...]
         else:
             assert kernel is not None
             mine = [n for n in kernel.arguments if n not in live]
-            reread = kernel.template in ("reduction_looped", "reduction_mixed")  # reads its operands again after it has stored
-            over = {} if reread else _in_place(step, dying - given - pinned, mine, buffers)
+            over = _in_place(step, kernel, dying - given - pinned, mine, buffers)
             for name in mine:
                 steps.append(Alloc(buffers[name], over.get(name, "")))
             live |= set(mine)
@@ -92,25 +93,34 @@ def _last_uses(lowered: Lowered, kernels: Sequence[Kernel | None]) -> dict[str, 
     return last
 
 
-def _in_place(step: Cluster | Foreach, dying: set[str], made: list[str], buffers: dict[str, Buffer]) -> dict[str, str]:
-    """Return {result: operand whose memory it takes}: an operand that dies here and is read only where the result is written."""
+def _in_place(step: Cluster | Foreach, kernel: Kernel, dying: set[str], made: list[str], buffers: dict[str, Buffer]) -> dict[str, str]:
+    """Return {result: operand whose memory it takes}: an operand that dies and is read only where, and before, the result is written."""
     found: dict[str, str] = {}
     if isinstance(step, Foreach):  # members run at once: none may write what another one reads
         readers = Counter(name for member in step.members for name in member.reads)
         own = {name for name in dying if readers[name] == 1}
         for member in step.members:
-            found |= _in_place(member, own & member.reads.keys(), made, buffers)
+            found |= _in_place(member, kernel, own & member.reads.keys(), made, buffers)
         return found
+    levels, last = (in_one_pass(step)[0], last_reads(step)) if _in_passes(step, kernel) else ({}, {})
     for store in step.stores:
-        if store.buffer not in made or store.index:
+        if store.buffer not in made or store.index or store.mode:
             continue
         for name in sorted(dying - set(found.values())):
             loads = step.reads.get(name, ())
             same = all(n.layout == store.layout and not n.index and n.mask is None for n in loads)
-            if loads and same and _alike(buffers[name], buffers[store.buffer]):
+            # a loop over a row must not read again, in a later pass, what it has overwritten
+            again = name in last and last[name] > levels[store.value]
+            if loads and same and not again and _alike(buffers[name], buffers[store.buffer]):
                 found[store.buffer] = name
                 break
     return found
+
+
+def _in_passes(step: Cluster, kernel: Kernel) -> bool:
+    """Whether a kernel reads rows again rather than keep them in registers."""
+    walks = kernel.template == "reduction_mixed" and product(step.reduce) > kernel.schedule["RBLOCK"]
+    return walks or kernel.template == "reduction_looped"
 
 
 def _alike(one: Buffer, two: Buffer) -> bool:

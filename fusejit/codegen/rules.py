@@ -10,6 +10,7 @@ In: a node whose op is no plain pointwise row and no view. Out: its value; a red
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,12 +19,14 @@ import torch
 from torch.fx import Node
 
 from .cluster import Cluster, Expr, Load, Store, cast, compute, const, iota, load, postorder, random, reduction, rewrite, view
+from .decompose import short
 from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
 from .layout import Affine, Reshape, contiguous, permute, slice_, strided
 from .lower import CHECKS, Buffer, Extern, Lowering, Rule
 from .ops import DTYPES, OPS
 from .size import product
+from .views import VIEWS
 
 MAX_PIECES = 16  # a cat of more pieces is a chain of selects too long to be worth a kernel
 
@@ -117,7 +120,11 @@ def _mean(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False, **
 
 
 def _var_mean(low: Lowering, node: Node, dims: Any, correction: Any, keepdim: bool, dtype: torch.dtype) -> tuple[Expr, Expr]:
-    """Two passes: the mean, then the mean square of what is left; exact where one pass would cancel."""
+    """Two passes: the mean, then the mean square of what is left; exact where one pass would cancel.
+
+    In registers a kernel corrects the squares for the rounding of the mean; in a loop it takes them about the mean of the first tile, and
+    pieces of a row are combined as Chan, Golub and LeVeque do: see online.py.
+    """
     source = node.args[0].meta["val"]
     chosen, inner = _dims(source.dim(), dims), accumulator(dtype)
     shape = tuple(source.shape)
@@ -132,7 +139,20 @@ def _var_mean(low: Lowering, node: Node, dims: Any, correction: Any, keepdim: bo
     freedom = max(0.0, count - float(1 if correction is None else correction))
     var = compute("div", squares, const(freedom, inner), dtype=inner)
     drop = lambda v: cast(_drop(v, source.dim(), chosen, shape, keepdim), dtype)  # noqa: E731
+    if not _subtracted(node):  # eager's running mean of a row with an infinity is NaN; what it is subtracted from is NaN without more
+        mean = compute("where", compute("isnan", squares, dtype=torch.bool), squares, mean, dtype=inner)
     return drop(var), drop(mean)
+
+
+def _subtracted(node: Node) -> bool:
+    """Whether the mean of a `var_mean` is subtracted from something: a norm, which then needs one difference, not two."""
+    waiting = [n for n in node.users if n.target is operator.getitem and n.args[1] == 1]
+    while waiting:
+        user = waiting.pop()
+        if short(user.target) == "sub.Tensor":
+            return True
+        waiting += user.users if user.target is operator.getitem or short(user.target) in VIEWS else ()
+    return False
 
 
 def _var(low: Lowering, node: Node, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Expr:

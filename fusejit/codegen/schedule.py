@@ -113,6 +113,11 @@ def column_reduction(cluster: Cluster) -> bool:
     return votes > 0
 
 
+def columns_at_once(cluster: Cluster) -> int:
+    """Return how many columns a program of a column reduction reads of each row: 128 bytes, a whole line of the cache."""
+    return max(8, 128 // min((n.dtype.itemsize for n in full(cluster)), default=4))
+
+
 def _persistent(cluster: Cluster) -> bool:
     if not cluster.reduce:
         return False
@@ -180,6 +185,12 @@ def even_rows(cluster: Cluster) -> bool:
     return all(stride * size % 16 == 0 for stride, size in strides)
 
 
+def _even_columns(cluster: Cluster) -> bool:
+    """Whether a column reduction reads each row from a multiple of 16 bytes on; otherwise each element takes an address of its own."""
+    split = len(cluster.parallel)
+    return all(s * n.dtype.itemsize % 16 == 0 for n in full(cluster) for s in (n.layout.strides or ())[split:])
+
+
 def column_sums(cluster: Cluster) -> int:
     return sum(s.mode in OPS for s in cluster.stores)
 
@@ -188,12 +199,13 @@ def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
     rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
     moved = sum(n.dtype.itemsize for n in full(cluster))
     if column_reduction(cluster):
-        across = min(32, power_of_two(rows))
-        while across > 8 and rows // across < device.sms:
-            across //= 2  # 8 columns are the 32 bytes that memory hands out at once
+        most = columns_at_once(cluster)
+        across = min(most, power_of_two(rows))
+        while across > max(8, most // 4) and rows // across < device.sms:
+            across //= 2  # down to the 32 bytes that memory hands out at once
         return [
             Schedule("reduction_looped", (("XBLOCK", across), ("RBLOCK", min(columns, tile // across))), 8 * tile // 4096 or 4, stages)
-            for tile in (2048, 4096, 8192)
+            for tile in ((2048, 4096, 8192) if _even_columns(cluster) else (2048, 4096))
             for stages in (1, 2, 3)
             if stages == 1 or stages * tile * moved <= STAGED
         ]

@@ -21,7 +21,7 @@ from .lower import Buffer, Extern, Lowered
 from .online import Shifted, corrected, in_one_pass, of_piece, residual, shifted, with_count
 from .ops import INDEX_IDENTITY, OPS
 from .pattern import Foreach
-from .schedule import column_reduction
+from .schedule import column_reduction, columns_at_once
 from .size import product
 
 LONG = {True: 2048, False: 16384}  # elements a result, from which it pays: {column reduction: rows, row reduction: columns}
@@ -55,9 +55,10 @@ def _length(cluster: Cluster, device: Device) -> int:
     if any(n.op not in SPLITTABLE and n.op not in PLACES for n in reduces if cluster.levels[n] == 1):
         return 0
     upright = column_reduction(cluster)
-    again = max(cluster.levels.values()) > 1 or any(_along(s, cluster) for s in cluster.stores)
-    programs = rows // 8 if upright else rows
-    if columns < LONG[upright] or programs >= device.sms // 2 or (again and not pays_to_split(cluster, _passes(cluster, device), device)):
+    again = max(cluster.levels.values()) > 1 or any(_along(s, cluster) and cluster.levels[s.value] for s in cluster.stores)
+    programs = -(-rows // columns_at_once(cluster)) if upright else rows
+    enough = device.sms if upright else device.sms // 2
+    if columns < LONG[upright] or programs >= enough or (again and not pays_to_split(cluster, _passes(cluster, device), device)):
         return 0
     wanted = min(2 * device.sms // max(1, programs), columns // (LONG[upright] // 8))
     return _even(cluster.reduce, columns, wanted)
@@ -95,11 +96,13 @@ def _steps(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list[Cl
     partial = _Partial(wide, pieces, buffers)
     values: dict[Expr, Expr] = {n: partial.whole(n) for n, at in level.items() if at == 1}
     values |= {n: partial.shifted(s, values, length) for n, s in found.items()}
-    first = Cluster.build((*wide.parallel, pieces), wide.reduce[1:], partial.stores, cluster.lines)
+    # what needs no reduction is written where it is read, unless a shorter last piece would write behind its end
+    passed = [s for s in wide.stores if even and _along(s, wide) and not wide.levels[s.value]]
+    first = Cluster.build((*wide.parallel, pieces), wide.reduce[1:], (*partial.stores, *passed), cluster.lines)
     done = [s for s in wide.stores if not _along(s, wide) and all(n in taken for n in postorder([s.value]) if isinstance(n, Reduce))]
-    left = tuple(s for s in wide.stores if s not in done)
+    left = tuple(s for s in wide.stores if s not in done and s not in passed)
     if not left:
-        return [first, combined(wide, values, pieces, cluster.lines)]
+        return [first, combined(replace(wide, stores=tuple(done)), values, pieces, cluster.lines)]
     rows = {n: _row(wide, n, buffers) for n in taken}
     second = combined(replace(wide, stores=(*done, *(s for s, _ in rows.values()))), values, pieces, cluster.lines)
     names = [s.buffer for s in left]

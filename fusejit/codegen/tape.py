@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Store, children, postorder
+from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Store, children, postorder, reduction
 from .layout import Layout
-from .online import Shifted
+from .online import Shifted, shifted
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
 from .size import product
 
@@ -124,7 +124,18 @@ class Tape:
         args = [self._tile(a) for a in node.args]
         if masked:
             args = [f"tl.where(rmask, {a}, {i})" for a, i in zip(args, _identities(node), strict=True)]
-        return self._finish(node, args)
+        total = self._finish(node, args)
+        found = shifted(node)
+        if found is None or found.kind == "exp" or reduction("sum", found.deviation, dtype=node.dtype) in self.writer.levels:
+            return total  # of a piece of a row: its reader gets what is left of x - mean too
+        return self._recentred(found, total)
+
+    def _recentred(self, found: Shifted, squares: str) -> str:
+        """Correct squares about a mean for the rounding of that mean: what is left of x - mean adds up to `count` times its error."""
+        rest = self._tile(found.deviation)
+        rest = f"tl.where(rmask, {rest}, 0.0)" if self.writer.masked("r") else rest
+        count = product(self.writer.cluster.reduce)
+        return f"fj.shifted_squares(fj.sum({rest}, 1)[:, None], {squares}, {float(count)})"
 
     def _finish(self, node: Reduce, args: list[str]) -> str:
         value = f"fj.{node.op}({', '.join(args)}, 1)[:, None]"

@@ -145,7 +145,8 @@ def online_exp_sum(m, s, shift):
 @jit
 def shifted_squares(total, squares, count):
     """`total` and `squares` of x - near, as the sum of the squares of x - mean; little cancels where near is near the mean."""
-    return squares - total * (total / count)
+    overflown = (squares == float("inf")) & (tl.abs(total) < float("inf"))  # of finite x, as against an x that is infinite
+    return tl.where(overflown, squares, squares - total * (total / count))
 
 
 @twin
