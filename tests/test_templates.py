@@ -164,6 +164,57 @@ def test_mixed_is_refused_where_partial_results_cost_more():
     assert "reduction_mixed" not in [k.template for k in kernels]
 
 
+# -- nested: segments of a row, the row, and what follows, of one read --------------------------------------------------------------------
+def group_norm_silu(x, w, b, groups):
+    return F.silu(F.group_norm(x, groups, w, b))
+
+
+NESTED = [((17, 32, 64), 8), ((17, 48, 5, 7), 8)]  # (shape, groups): segments that fill a tile, and odd ones, of two axes
+
+
+@pytest.mark.parametrize("shape, groups", NESTED, ids=str)
+def test_segments_and_rows_of_one_read(shape, groups):
+    """Group norm's backward: sums of each channel and of each group, and the gradient of x, in one kernel; a small one for the weights."""
+    args = [torch.randn(n).requires_grad_() for n in (shape, shape[1], shape[1])]
+    jitted = compare(lambda x, w, b: group_norm_silu(x, w, b, groups), args, [torch.randn(shape)])
+    assert jitted.explain(*args).backward.launches == 2
+
+
+def test_rows_that_fill_no_device_keep_their_segments():
+    """24 groups of 3 channels are fewer programs than 72 channels: the segments stay a kernel of their own, and explain() says so."""
+    args = [torch.randn(n).requires_grad_() for n in ((12, 6, 64), 6, 6)]
+    jitted = compare(lambda x, w, b: group_norm_silu(x, w, b, 2), args, [torch.randn(12, 6, 64)])
+    report = jitted.explain(*args)
+    assert report.backward.launches > 2 and "24 rows of several segments leave multiprocessors idle" in str(report)
+
+
+def test_what_is_not_linear_in_the_segments_stays_apart():
+    def f(x):
+        parts = x.view(-1, 4, 64)
+        sums = parts.sum(-1)
+        return parts * (sums * sums).sum(-1)[:, None, None]
+
+    jitted = compare(f, (torch.randn(200, 256),))
+    assert jitted.program(torch.randn(200, 256)).launches > 1
+
+
+@pytest.mark.parametrize("batch, channels, size, template", [(16, 320, 4096, "looped"), (512, 256, 512, "persistent")], ids=str)
+def test_group_norm_backward_for_h100(batch, channels, size, template):
+    """Two launches, dy and x read once, no spills; forward is one."""
+    x, w, row = meta(batch, channels, size), meta(channels), meta(batch, 32, dtype=F32)
+    whole, small = for_h100(
+        lambda dy, x, w, mean, rstd: torch.ops.aten.native_group_norm_backward(
+            dy, x, mean, rstd, w, batch, channels, size, 32, [True, True, True]
+        ), meta(batch, channels, size), x, w, row, row,
+    )  # fmt: skip
+    assert whole.template == f"reduction_{template}" and whole.grid[0] == 32 * batch
+    moved = x.numel() * (2 + 2 + 4)  # from float32 statistics torch makes a float32 gradient
+    assert moved <= whole.bytes_read + whole.bytes_written <= 1.01 * moved and small.bytes_read < 0.02 * moved
+    assert whole.n_spills == 0 and whole.wide_loads and whole.wide_stores
+    (forward,) = for_h100(lambda x, w, b: group_norm_silu(x, w, b, 32), x, w, w)
+    assert forward.bytes_read + forward.bytes_written <= 2 * x.numel() * 2 + 4 * channels and forward.n_spills == 0
+
+
 # -- split: few rows, long ones ---------------------------------------------------------------------------------------------------------
 LONG = 40_000
 FEW_ROWS = {
@@ -242,6 +293,14 @@ def looped(monkeypatch):
 
 
 LOOPED = [*FEW_ROWS, "batch_norm"]
+
+
+def test_segments_in_a_loop(looped):
+    """Three segments of 100 elements in tiles of two: the last tile is half empty."""
+    args = [torch.randn(n).requires_grad_() for n in ((70, 6, 100), 6, 6)]
+    jitted = compare(lambda x, w, b: group_norm_silu(x, w, b, 2), args, [torch.randn(70, 6, 100)])
+    whole = jitted.explain(*args).backward.kernels[0]
+    assert whole.template == "reduction_looped" and "smask" in whole.source
 
 
 @pytest.mark.parametrize("columns", [1024, 1023], ids=str)

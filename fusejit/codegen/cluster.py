@@ -244,8 +244,9 @@ def leaves(roots: Iterable[Expr]) -> list[Load | Iota]:
 class Store:
     """`value` written to `buffer` of `dtype` at `layout`; a stride of 0 along all reduce axes makes it a row result.
 
-    `mode` is "", "atomic_add", or a reduction: each program writes one partial result, of all its rows, behind those of the programs
-    before it. `index` adds computed coordinates (scatter).
+    `mode` is "", "atomic_add", or a reduction. In a cluster with `programs` each of them then writes one partial result, of all its rows,
+    behind those of the programs before it; in one without, each segment of a row gets its own (see `Cluster.segments`). `index` adds
+    computed coordinates (scatter).
     """
 
     buffer: str
@@ -339,6 +340,19 @@ class Cluster:
         kept = [n for n in self.order if self.full[n] and not isinstance(n, Iota)]
         top = max(self.levels.values(), default=0)
         return max((sum(first[n] <= level < last[n] for n in kept) for level in range(top)), default=0)
+
+    @cached_property
+    def segments(self) -> int:
+        """How many reduce axes, the leading ones, number the segments of a row: those along which a reducing store runs."""
+        split = len(self.parallel)
+        found = [s.layout.strides or () for s in self.stores if s.mode not in ("", "atomic_add") and not self.programs]
+        return max((axis - split + 1 for strides in found for axis in range(split, len(strides)) if strides[axis]), default=0)
+
+    @property
+    def segment(self) -> tuple[int, int]:
+        """The number of segments of a row, and the elements of each."""
+        cut = len(self.parallel) + self.segments
+        return math.prod(self.axes[len(self.parallel) : cut]), math.prod(self.axes[cut:])
 
     @cached_property
     def writes(self) -> dict[str, Store]:

@@ -174,7 +174,7 @@ def live_values(cluster: Cluster, looped: bool) -> int:
 def traffic(cluster: Cluster) -> tuple[int, int]:
     """Return the bytes of one launch, each element of each operand once, and the bytes of its rows, which a looped kernel reads again."""
     rows = sum(_spanned(n.layout, cluster) * n.dtype.itemsize for n in {(n.buffer, n.layout): n for n in _loads(cluster)}.values())
-    written = sum(_spanned(s.layout, cluster) * s.dtype.itemsize * (cluster.programs if s.mode else 1) for s in cluster.stores)
+    written = sum(_spanned(s.layout, cluster) * s.dtype.itemsize * (cluster.programs or 1 if s.mode else 1) for s in cluster.stores)
     again = sum(_spanned(n.layout, cluster) * n.dtype.itemsize for n in full(cluster)) if max(cluster.levels.values(), default=0) else 0
     return rows + written, again
 

@@ -18,6 +18,7 @@ from .cluster import Cluster, Reduce
 from .cost import Device, machine
 from .lower import Buffer, Extern, Lowered, refs
 from .mix import mix
+from .nest import joined, nest
 from .order import order, reads, writes
 from .pattern import Foreach, pattern, places
 from .realize import MAX_WEIGHT, weight
@@ -45,6 +46,8 @@ def fuse(lowered: Lowered, reductions: bool = True, device: Device | None = None
     state = _Fusing(replace(lowered, buffers=dict(lowered.buffers)), reductions, device or machine())
     state.run()
     if reductions:
+        if state.nest():
+            state.run()
         state.mix()
     return replace(state.lowered, steps=tuple(state.ordered())), state.refusals()
 
@@ -172,6 +175,49 @@ class _Fusing:
             name for name in merged.writes if name in self.producer and name not in self.kept and self.readers.get(name, set()) <= {i, j}
         }
         return replace(merged, stores=tuple(s for s in merged.stores if s.buffer not in dead or s.buffer in merged.reads))
+
+    def nest(self) -> bool:
+        """Join reductions of segments, of their results, and what follows along the whole space: three steps that read one input twice."""
+        sums = {j for j, s in self.steps.items() if isinstance(s, Cluster) and s.reduce}
+        found = False
+        for j in sorted(sums):
+            parts = {self.producer[name] for name in reads(self.steps[j]) if name in self.producer} if j in self.steps else set()
+            for i in sorted(parts & sums):
+                found |= self.nested(i, j)
+        return found
+
+    def nested(self, i: int, j: int) -> bool:
+        """Try step `i` inside step `j`, and with it the step after them that saves most."""
+        inner, outer = self.steps.get(i), self.steps.get(j)
+        if not isinstance(inner, Cluster) or not isinstance(outer, Cluster):
+            return False
+        followers = {k for name in writes(outer) for k in self.readers.get(name, ())} - {i, j}
+        for _, k in sorted((-self.saved(i, k), k) for k in followers if self.saved(i, k) > self.small(i, j)):
+            after = self.steps[k]
+            if not isinstance(after, Cluster):
+                continue
+            try:
+                self.check_between(i, j)
+                merged = joined(nest(inner, outer, self.device), after)
+                _check(inner, after, merged, self.lowered.buffers)
+                self.check_around(i, j, k)
+            except Refused as refusal:
+                self.refused[i, k] = str(refusal)
+                continue
+            self.replace(i, j, replace(inner, stores=(*inner.stores, *outer.stores)))  # a stand-in with the names of both
+            self.replace(j, k, self.without_dead(merged, j, k))
+            return True
+        return False
+
+    def small(self, i: int, j: int) -> int:
+        """Return the bytes that step `i` hands to step `j`."""
+        return sum(self.lowered.buffers[name].bytes for name in writes(self.steps[i]) & reads(self.steps[j]))
+
+    def check_around(self, i: int, j: int, k: int) -> None:
+        inside = 1 << i | 1 << j
+        for t in self.steps:
+            if t not in (i, j, k) and self.above[k] >> t & 1 and self.above[t] & inside:
+                raise Refused("an op between them reads one and feeds the other")
 
     def mix(self) -> None:
         """Join what is left of row and column reductions over the same elements, the pair that saves most first."""

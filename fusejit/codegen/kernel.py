@@ -73,7 +73,7 @@ def reads_of(step: Cluster | Foreach, buffers: dict[str, Buffer]) -> dict[str, i
 def bytes_written(step: Cluster | Foreach, buffers: dict[str, Buffer]) -> int:
     total = 0
     for cluster in _clusters(step):
-        total += sum(_reach(s, cluster.axes) * s.dtype.itemsize * (cluster.programs if s.mode in OPS else 1) for s in cluster.stores)
+        total += sum(_reach(s, cluster.axes) * s.dtype.itemsize * (cluster.programs or 1 if s.mode in OPS else 1) for s in cluster.stores)
     return total
 
 

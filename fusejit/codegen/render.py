@@ -22,7 +22,7 @@ from .lower import Buffer
 from .online import Shifted, in_one_pass
 from .ops import OPS, STORAGE
 from .pattern import Foreach
-from .schedule import Schedule, second_axis
+from .schedule import Schedule, power_of_two, second_axis
 from .size import product
 from .tape import Tape
 
@@ -132,6 +132,8 @@ class Writer:
     def coordinates(self, variable: str) -> list[str]:
         """Return the statements that split an index variable into its axes, and its mask."""
         axes = self.groups[variable]
+        if variable == "r" and self.cluster.segments:
+            return self.segments(axes)
         lines, inner = [], 1
         for place in reversed(range(len(axes))):
             n = self.cluster.axes[axes[place]]
@@ -143,7 +145,27 @@ class Writer:
             lines.append(f"{variable}mask = {variable} < {inner}")
         return lines
 
+    def segments(self, axes: list[int]) -> list[str]:
+        """Return the statements that split `r` into segments, each padded to a power of two, and what is in them."""
+        cut, (many, each) = self.cluster.segments, self.cluster.segment
+        padded = power_of_two(each)
+        first = f"start // {padded} + " if self.tiles.template == "reduction_looped" else ""
+        lines = [f"s = ({first}tl.arange(0, {self.tiles['RBLOCK'] // padded}))[None, :]", f"rs = r // {padded}", f"ri = r % {padded}"]
+        for word, name, places in (("s", "s", range(cut)), ("rs", "r", range(cut)), ("ri", "r", range(cut, len(axes)))):
+            inner = 1
+            for place in reversed(places):
+                text = f"{word} // {inner}" if inner > 1 else word
+                n = self.cluster.axes[axes[place]]
+                lines.append(f"{name}{place} = {text} % {n}" if place != places[0] else f"{name}{place} = {text}")
+                inner *= n
+        if self.masked("r"):
+            lines += [f"rmask = (rs < {many}) & (ri < {each})", f"smask = s < {many}"]
+        return lines
+
     def masked(self, variable: str) -> bool:
+        if variable == "r" and self.cluster.segments:
+            many, each = self.cluster.segment
+            return power_of_two(each) != each or many * each % self.tiles["RBLOCK"] != 0
         return product(self.cluster.axes[a] for a in self.groups[variable]) % self.tiles[f"{variable.upper()}BLOCK"] != 0
 
     def axis(self, number: int) -> str:
@@ -192,7 +214,8 @@ class Writer:
         for variable in self.groups:
             fields["columns" if variable == "r" else "axes"] += self.coordinates(variable)
         if self.tiles.template == "reduction_looped":
-            steps = f"0, {product(self.cluster.reduce)}, RBLOCK"
+            many, each = self.cluster.segment
+            steps = f"0, {many * power_of_two(each) if self.cluster.segments else many * each}, RBLOCK"
             return fields | {"passes": self.passes(), "span": self.loop(steps), "rows": []}
         if self.tiles.template == "reduction_mixed":
             return fields | self.walk()

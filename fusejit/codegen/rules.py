@@ -139,7 +139,9 @@ def _var_mean(low: Lowering, node: Node, dims: Any, correction: Any, keepdim: bo
     freedom = max(0.0, count - float(1 if correction is None else correction))
     var = compute("div", squares, const(freedom, inner), dtype=inner)
     drop = lambda v: cast(_drop(v, source.dim(), chosen, shape, keepdim), dtype)  # noqa: E731
-    if not _subtracted(node):  # eager's running mean of a row with an infinity is NaN; what it is subtracted from is NaN without more
+    if count > 1 and not _subtracted(
+        node
+    ):  # eager's running mean of a row with an infinity is NaN; what it is subtracted from is NaN without more
         mean = compute("where", compute("isnan", squares, dtype=torch.bool), squares, mean, dtype=inner)
     return drop(var), drop(mean)
 

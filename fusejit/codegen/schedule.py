@@ -45,7 +45,8 @@ def order(cluster: Cluster) -> Cluster:
     cost = [_traffic(cluster, axis) for axis in range(len(cluster.axes))]
     split = len(cluster.parallel)
     parallel = sorted(range(split), key=lambda a: cost[a])
-    reduce = sorted(range(split, len(cluster.axes)), key=lambda a: cost[a])
+    runs = [s.layout.strides or () for s in cluster.stores if s.mode and cluster.segments]
+    reduce = sorted(range(split, len(cluster.axes)), key=lambda a: (not any(strides[a] for strides in runs), cost[a]))
     new = [*parallel, *reduce]
     if new == sorted(new):
         return cluster
@@ -124,7 +125,13 @@ def _persistent(cluster: Cluster) -> bool:
     columns = product(cluster.reduce)
     if column_reduction(cluster):
         return columns <= 64
-    return power_of_two(columns) * max(1, cluster.held) <= MAX_ROW
+    return row_tile(cluster) * max(1, cluster.held) <= MAX_ROW
+
+
+def row_tile(cluster: Cluster) -> int:
+    """Return the elements of a tile that holds a row, each of its segments padded to a power of two."""
+    many, each = cluster.segment
+    return power_of_two(many) * power_of_two(each)
 
 
 # -- tiles -----------------------------------------------------------------------------------------------------------------------------
@@ -146,7 +153,7 @@ def _tile_pointwise_2d(cluster: Cluster, device: Device) -> list[Schedule]:
 
 
 def _tile_persistent(cluster: Cluster, device: Device) -> list[Schedule]:
-    rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
+    rows, columns = product(cluster.parallel), row_tile(cluster)
     if column_reduction(cluster):
         across = min(max(8, min(64, 4096 // columns)), power_of_two(rows))
         warps = min(16, max(1, across * columns * min(4, max(1, len(full(cluster)))) // 1024))
@@ -209,9 +216,13 @@ def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
             for stages in (1, 2, 3)
             if stages == 1 or stages * tile * moved <= STAGED
         ]
+    whole = power_of_two(cluster.segment[1]) if cluster.segments else 1  # a tile holds whole segments
+    sizes = dict.fromkeys(
+        (16 if block < whole else warps, max(block, whole)) for warps, block in ((8, 2048), (8, 4096), (16, 4096), (16, 8192))
+    )
     return [
-        Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, columns))), warps, stages)
-        for warps, block in ((8, 2048), (8, 4096), (16, 4096), (16, 8192))
+        Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, max(columns, whole)))), warps, stages)
+        for warps, block in sizes
         for stages in (1, 2, 3)
         if stages == 1 or stages * block * moved <= STAGED
     ]

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Store, children, postorder, reduction
-from .layout import Layout
+from .layout import Layout, Mode
 from .online import Shifted, shifted
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
+from .schedule import power_of_two
 from .size import product
 
 INDEX_OPS = {"index_div", "index_mod"}
@@ -194,7 +195,9 @@ class Tape:
         lines = [line for n in self.writer.inside([found.value]) for line in ahead.statement(n)]
         value = ahead._tile(found.value)
         value = f"tl.where(rmask, {value}, 0.0)" if self.writer.masked("r") else value
-        count = min(product(self.writer.cluster.reduce), self.writer.tiles["RBLOCK"])
+        many, each = self.writer.cluster.segment
+        tile = self.writer.tiles["RBLOCK"]
+        count = min(many, tile // power_of_two(each)) * each if self.writer.cluster.segments else min(many * each, tile)
         return name, [*self.writer.tile(0), *lines, f"{name} = fj.sum({value}, 1)[:, None] / {float(count)}"]
 
     def column(self, store: Store, name: str) -> list[str]:
@@ -215,8 +218,26 @@ class Tape:
         mask = ", rmask" if writer.masked("r") else ""
         return start, f"tl.store({writer.pointers[store.buffer]} + ({place}), {STORAGE[store.dtype].store.format(total)}{mask})"
 
+    def segment(self, store: Store) -> list[str]:
+        """Return the statements that reduce each segment of the rows and write what it comes to."""
+        writer, row = self.writer, OPS[store.mode]
+        split, cut = writer.split, writer.split + writer.cluster.segments
+        value, masked = self._tile(store.value), writer.masked("r")
+        assert row.identity is not None
+        value = f"tl.where(rmask, {value}, {_number(row.identity(store.value.dtype))})" if masked else value
+        padded = power_of_two(writer.cluster.segment[1])
+        total = f"fj.{store.mode}(tl.reshape({value}, [XBLOCK, RBLOCK // {padded}, {padded}]), 2)"
+        rows = Layout((*store.layout.dims[:split], *(((Mode(1, 0),),) * (len(store.layout.dims) - split))), store.layout.offset)
+        along = [(f"s{a - split}", (store.layout.strides or ())[a]) for a in range(split, cut)]
+        place = " + ".join([writer.offset(rows), "0 * x", *(f"{stride} * {name}" for name, stride in along)])
+        mask = " & ".join([*(["xmask"] if writer.masked("x") else []), *(["smask"] if masked else [])])
+        total = STORAGE[store.dtype].store.format(total)
+        return [f"tl.store({writer.pointers[store.buffer]} + ({place}), {total}{', ' + mask if mask else ''})"]
+
     def store(self, store: Store) -> list[str]:
         writer = self.writer
+        if store.mode in OPS:
+            return self.segment(store)
         offset = self._place(store.layout, store.index)
         strides = store.layout.strides or ()
         columns = any(strides[writer.split :])
