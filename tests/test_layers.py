@@ -18,7 +18,7 @@ ORDER = [
     *("codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
     "codegen/order",
     *("codegen/cost", "codegen/schedule", "codegen/online", "codegen/split", "codegen/align"),
-    *("codegen/mix", "codegen/nest", "codegen/fuse"),
+    *("codegen/pressure", "codegen/mix", "codegen/nest", "codegen/fuse"),
     *("codegen/foreach", "codegen/kernel", "codegen/lanes", "codegen/tape",
       "codegen/render", "codegen/render_foreach", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/names", "capture/mutable", "capture/tree", "capture/reads", "capture/arguments"),

@@ -21,12 +21,14 @@ from .mix import mix
 from .nest import joined, nest
 from .order import order, reads, writes
 from .pattern import Foreach, pattern, places
+from .pressure import worth_it
 from .realize import MAX_WEIGHT, weight
 from .schedule import column_reduction
 from .size import product
 
 MAX_BUFFERS = 48  # arguments of one kernel
 NEIGHBOURS = 12  # how many siblings of one buffer are tried with each other
+BETWEEN = "an op between them reads one and feeds the other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,8 @@ class _Fusing:
             self.push(heap, i)
         while heap:
             score, i, j = heapq.heappop(heap)
-            if i not in self.steps or j not in self.steps or (i, j) in self.refused:
-                continue
+            if i not in self.steps or j not in self.steps or self.refused.get((i, j), BETWEEN) != BETWEEN:
+                continue  # what stood between two steps may have joined one of them since
             if self.reductions and self.left_to_foreach(i, j):
                 continue
             try:
@@ -122,6 +124,7 @@ class _Fusing:
             except Refused as refusal:
                 self.refused[i, j] = str(refusal)
                 continue
+            self.refused.pop((i, j), None)
             self.replace(i, j, merged)
             self.push(heap, j)
 
@@ -175,7 +178,9 @@ class _Fusing:
         a, b = align(a, b)
         merged = join(a, b)
         _check(a, b, merged, self.lowered.buffers)
-        return self.without_dead(merged, i, j)
+        merged = self.without_dead(merged, i, j)
+        worth_it(a, b, merged, self.device)
+        return merged
 
     def check_between(self, i: int, j: int) -> None:
         between = self.above[j] & ~(1 << i)
@@ -183,9 +188,9 @@ class _Fusing:
             k = between.bit_length() - 1
             between ^= 1 << k
             if k in self.steps and self.above[k] >> i & 1:
-                raise Refused("an op between them reads one and feeds the other")
+                raise Refused(BETWEEN)
         if self.above[i] >> j & 1:
-            raise Refused("an op between them reads one and feeds the other")
+            raise Refused(BETWEEN)
 
     def without_dead(self, merged: Cluster, i: int, j: int) -> Cluster:
         """Return `merged` without the stores that only i and j read: they take them from registers now."""
@@ -235,7 +240,7 @@ class _Fusing:
         inside = 1 << i | 1 << j
         for t in self.steps:
             if t not in (i, j, k) and self.above[k] >> t & 1 and self.above[t] & inside:
-                raise Refused("an op between them reads one and feeds the other")
+                raise Refused(BETWEEN)
 
     def mix(self) -> None:
         """Join what is left of row and column reductions over the same elements, the pair that saves most first."""
