@@ -25,7 +25,7 @@ ORDER = [
     *("capture/guards", "capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode", "rewrites/exclude"),
     *("capture/relocate", "capture/cut", "capture/regions", "rewrites/lazy_inline", "rewrites/hypermap"),
     *("rewrites/arms", "rewrites/numbers", "rewrites/aliases", "rewrites/merge", "rewrites/surroundings"),
-    *("rewrites/pieces", "rewrites/branches"),
+    *("rewrites/pieces", "rewrites/branches", "rewrites/rounds"),
     *("rewrites/control", "rewrites/calls", "rewrites/by_hand", "rewrites/capture"),
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint", "autodiff/region", "autodiff/compose"),
     *("rewrites/ensemble", "rewrites/batch"),

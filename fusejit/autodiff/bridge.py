@@ -144,7 +144,7 @@ def unreached(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> frozen
     for node in graph.graph.nodes:
         if node not in depends:
             depends[node] = set().union(*(depends[source] for source in node.all_input_nodes))
-    results = graph.graph.output_node().args[0]
+    results: Any = graph.graph.output_node().args[0]
     return frozenset(place for place, node in enumerate(results) if isinstance(node, torch.fx.Node) and depends[node] == {False})
 
 
@@ -168,7 +168,8 @@ def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple, gone: fr
             zeros = []
         names[node] = made.node_copy(node, names.__getitem__)
     results = made.output_node()
-    results.args = (tuple(None if place in gone else value for place, value in enumerate(results.args[0])),)  # type: ignore[arg-type]
+    values: Any = results.args[0]
+    results.args = (tuple(None if place in gone else value for place, value in enumerate(values)),)
     return torch.fx.GraphModule(graph, made)
 
 

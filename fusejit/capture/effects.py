@@ -434,6 +434,8 @@ LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Ten
 
 def refuse_backward(cls: type, given: tuple) -> None:
     """Refuse an `autograd.Function` where its own backward would matter: the graph has only torch's."""
+    if cls.__module__.startswith("fusejit."):
+        return  # a piece under torch.func (rewrites/pieces.py), whose backward goes into the graph
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
         name = f"{cls.__name__} (a torch.autograd.Function)"
         raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here(), False)

@@ -79,6 +79,7 @@ class Arm(TorchFunctionMode):
     def __init__(self, mask: Tensor | None, taken: bool, guard: bool = True) -> None:
         super().__init__()
         self.mask, self.taken, self.guard = mask, taken, guard
+        self.depth = depth()
         self.ops = self.bytes = 0
         self.refused = ""
         self.known: dict[int, Tensor] = {}
@@ -89,14 +90,14 @@ class Arm(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in QUERIES:
+        if name in QUERIES or self.depth != depth():
             return func(*args, **kwargs)
         if name == "__get__":
             found = func(*args, **kwargs)
             if not isinstance(found, Tensor):
                 return found
         if func is PRINT and self.mask is not None:
-            return func(*masked(args, self.mask if self.taken else self.mask.logical_not()))
+            return func(*masked(args, self.holds()))
         self.judge(func, name)
         changes = name in CHANGES or name.endswith("_") and not name.endswith("__")
         if changes and args:
@@ -115,6 +116,11 @@ class Arm(TorchFunctionMode):
             self.refused = self.refused or f"`{name}` draws random numbers"
         elif name in HEAVY or name.startswith(("linalg_", "fft_")):
             self.refused = self.refused or f"`{name.strip('_')}` is no cheap op"
+
+    def holds(self) -> Tensor:
+        """The condition under which this arm is taken."""
+        assert self.mask is not None
+        return self.mask if self.taken else self.mask.logical_not()
 
     # Tensors that enter.
 
@@ -242,6 +248,26 @@ def guarding() -> Iterator[None]:
         yield
     finally:
         LOCAL.guarding = before
+
+
+def depth() -> int:
+    """How many loops this thread traces for one row, one in the other, with the arms around them put aside."""
+    return getattr(LOCAL, "depth", 0)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Put the arms around aside: what is traced here is no part of theirs."""
+    LOCAL.depth = depth() + 1
+    try:
+        yield
+    finally:
+        LOCAL.depth -= 1
+
+
+def running() -> list[Arm]:
+    """The arms that this thread runs, the outermost first, those that were put aside left out."""
+    return [arm for arm in getattr(LOCAL, "arms", ()) if arm.depth == depth()]
 
 
 class NoSelect(Exception):

@@ -24,14 +24,16 @@ from typing import Any
 
 import torch
 
+from ..capture import trace
 from ..capture.lines import raised_by_user
 from ..errors import Unsupported
 from .aliases import Shared, origins_in, refuse_other_names, stand_ins
-from .arms import Arm, NoSelect, guarded, run_arm
+from .arms import Arm, NoSelect, depth, guarded, run_arm
 from .branches import Loop, Weaver, branch
 from .jumps import RETURNED, VALUE, is_flag
 from .merge import MISSING, Mismatch, Where, merge
 from .numbers import is_number
+from .rounds import RowLoop, Standing, any_row, masks
 from .select import TESTED_AND, TESTED_OR, Site
 from .surroundings import Surroundings
 
@@ -118,8 +120,8 @@ def as_predicate(test: Tensor, site: Site) -> Tensor:
 
 
 def transformed() -> bool:
-    """Whether a torch.func transform is running."""
-    return torch._C._functorch.maybe_current_level() is not None
+    """Whether a torch.func transform is running, or what one row does under it is traced."""
+    return torch._C._functorch.maybe_current_level() is not None or depth() > 0
 
 
 # `if`.
@@ -430,18 +432,52 @@ def while_(test: Callable[[], Any], body: Callable[[], None], site: Site) -> Non
 def run_loop(test: Any, body: Any, site: Site) -> None:
     """A `while` whose test is a tensor without a value."""
     if transformed():
-        reason = "under torch.func the rows would need different numbers of rounds; loop over a `range` and test inside: `if done: break`"
-        raise Unsupported("`while` on a tensor", reason, site.line)
+        each_row(test, body, site)
+        return
     if guarded():
         raise NoSelect("it holds a `while` on a tensor")
+    session().note(site, "a loop of the graph", "its test is a tensor; each variable keeps its dtype and shape")
+    weaver = Weaver(session().shared)
+    with variables(test, body, site) as cells:
+        for made, others in Loop(test, body, site, cells, content, put, weaver).run():
+            session().share(made, site, others, weaver)
+
+
+@contextlib.contextmanager
+def variables(test: Any, body: Any, site: Site) -> Iterator[dict[str, types.CellType]]:
+    """The variables that a loop carries; what it changes besides is refused."""
     seen = cells_of(test, body)
     cells = {name: seen[name] for name in site.written if name in seen}
     around = Surroundings({name: cell for name, cell in seen.items() if name not in cells})
-    session().note(site, "a loop of the graph", "its test is a tensor; each variable keeps its dtype and shape")
-    weaver = Weaver(session().shared)
-    for made, others in Loop(test, body, site, cells, content, put, weaver).run():
-        session().share(made, site, others, weaver)
+    yield cells
     around.check(site)
+
+
+def each_row(test: Any, body: Any, site: Site) -> None:
+    """A `while` whose test is a tensor of a transform: each row goes round until its own test fails."""
+    with variables(test, body, site) as cells:
+        if trace.active():
+            session().note(
+                site, "a loop of the graph", "its test is a tensor; under torch.func each row goes round until its own test fails"
+            )
+            weaver = Weaver()
+            standing = Standing(weaver)
+            RowLoop(test, body, site, cells, content, put, weaver, around=masks(), standing=standing).emit()
+            return
+        while any_row(holds := row_test(test, site, cells)):
+            Choice(holds, body, lambda: None, site).run()
+
+
+def row_test(test: Any, site: Site, cells: dict[str, types.CellType]) -> Tensor:
+    """Which rows go round once more, outside of a capture."""
+    before = {name: content(cell) for name, cell in cells.items()}
+    found = as_predicate(torch.as_tensor(test()), site)
+    for name, cell in cells.items():
+        if content(cell) is not before[name]:
+            raise Unsupported("`while` on a tensor", f"`{name}` is assigned in its test (`:=`); assign it in the body", site.line)
+    for mask in masks():
+        found = torch.logical_and(found, mask)
+    return found
 
 
 def explain_unbound(error: NameError, here: Session) -> Unsupported | None:
