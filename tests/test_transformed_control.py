@@ -211,3 +211,42 @@ def test_a_test_that_assigns_is_refused(call):
     with pytest.raises(fusejit.CaptureError, match=r"while \(n := n \+ 1\) < x.sum\(\):.*`n` is assigned in its test.*in the body"):
         jit(call, fullgraph=True)(torch.tensor([1.0, 4.0]))
     assert_close(jit(assigned_in_the_test)(torch.tensor([1.0, 4.0])), assigned_in_the_test(torch.tensor([1.0, 4.0])))
+
+
+# The spellings of torch, made inside and outside of the jitted function.
+
+MAPPED, SLOPE = torch.vmap(roots), torch.func.grad(squared(infinite))
+SPELLINGS = {
+    "vmap outside": (lambda x: MAPPED(x), lambda x: torch.stack([roots(row) for row in x])),
+    "grad outside": (lambda x: SLOPE(x[0]), lambda x: slope(infinite, x[0])),
+    "grad": (lambda x: torch.func.grad(squared(roots))(x[1]), lambda x: slope(roots, x[1])),
+    "grad of vmap": (lambda x: torch.func.grad(squared(MAPPED))(x), lambda x: torch.stack([slope(roots, row) for row in x])),
+    "vmap of grad": (lambda x: torch.vmap(torch.func.grad(squared(roots)))(x), lambda x: torch.stack([slope(roots, row) for row in x])),
+    "grad and value": (lambda x: torch.func.grad_and_value(squared(roots))(x[0])[0], lambda x: slope(roots, x[0])),
+    "jacrev": (lambda x: torch.func.jacrev(roots)(x[1]), lambda x: torch.autograd.functional.jacobian(roots, x[1])),
+    "jacfwd": (lambda x: torch.func.jacfwd(roots)(x[1]), lambda x: torch.autograd.functional.jacobian(roots, x[1])),
+    "hessian": (
+        lambda x: torch.func.hessian(squared(infinite))(x[0]),
+        lambda x: torch.autograd.functional.hessian(squared(infinite), x[0]),
+    ),
+    "vjp": (lambda x: torch.func.vjp(squared(roots), x[0])[1](x.sum() * 0 + 1)[0], lambda x: slope(roots, x[0])),
+    "jvp": (lambda x: torch.func.jvp(squared(roots), (x[0],), (x[1],))[1], lambda x: slope(roots, x[0]) @ x[1]),
+}
+
+
+def slope(fn, row):
+    return torch.autograd.grad((fn(row := row.detach().clone().requires_grad_()) ** 2).sum(), row)[0]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_torchs_spellings(name):
+    call, wanted = SPELLINGS[name]
+    for backend in ("eager", "interpret") if name in ("grad outside", "vmap of grad") else ("eager",):
+        x = ROWS.double()
+        assert_close(jit(call, backend=backend, fullgraph=True)(x), wanted(x))
+
+
+def test_a_transform_itself_is_jitted(backend):
+    x = ROWS.double()
+    assert_close(jit(torch.func.grad(squared(roots)), backend=backend, fullgraph=True)(x[1]), slope(roots, x[1]))
+    assert_close(jit(torch.vmap(grows), backend=backend, fullgraph=True)(STARTS), torch.stack([grows(row) for row in STARTS]))
