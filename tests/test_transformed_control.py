@@ -250,3 +250,58 @@ def test_a_transform_itself_is_jitted(backend):
     x = ROWS.double()
     assert_close(jit(torch.func.grad(squared(roots)), backend=backend, fullgraph=True)(x[1]), slope(roots, x[1]))
     assert_close(jit(torch.vmap(grows), backend=backend, fullgraph=True)(STARTS), torch.stack([grows(row) for row in STARTS]))
+
+
+# What would give a wrong number is refused.
+
+
+def chosen(x):
+    z = x * 2
+    y = x * 3
+    if x.sum() > 0:
+        y = z
+    y += 1
+    return y + z
+
+
+def no_round(x):
+    z = x * 2
+    y = z
+    while y.sum() < 1:
+        y = y + 1
+    y += 1
+    return y + z
+
+
+def two_names(x):
+    z = x * 2
+    y = z
+    while y.sum() < 5:
+        y += 1
+        x = x + z
+    return x + y
+
+
+@pytest.mark.parametrize("fn", [chosen, no_round, two_names], ids=lambda fn: fn.__name__)
+def test_changes_in_place_that_another_name_would_miss(fn):
+    rows = torch.tensor([[1.0, 2, 3], [-1, -2, -3]])
+    line = {chosen: "if x.sum() > 0:", no_round: "while y.sum() < 1:", two_names: "while y.sum() < 5:"}[fn]
+    for call in (lambda x: torch.vmap(fn)(x), lambda x: torch.func.grad(lambda x: fn(x).sum())(x[0])):
+        with pytest.raises(fusejit.CaptureError) as caught:
+            jit(call, fullgraph=True)(rows)
+        assert line in str(caught.value) and "in place" in str(caught.value).replace("in-place", "in place")
+    if fn is not two_names:
+        with pytest.raises(fusejit.FusejitError, match="in-place change"):
+            torch.vmap(jit(fn))(rows)
+
+
+def test_jitted_functions_under_torchs_own_transforms():
+    """Outside of any jitted function: the rewritten Python runs under the transform."""
+    x = ROWS.double()
+    jitted = jit(roots)
+    assert_close(torch.vmap(jitted)(x), torch.stack([roots(row) for row in x]))
+    assert_close(torch.vmap(torch.func.grad(squared(jitted)))(x), torch.stack([slope(roots, row) for row in x]))
+    looped = jit(grows)
+    assert_close(torch.vmap(looped, in_dims=1)(STARTS.t()), torch.stack([grows(row) for row in STARTS]))
+    with fusejit.disable_jit(), pytest.raises(RuntimeError, match="data-dependent"):
+        torch.vmap(jitted)(x)

@@ -233,10 +233,16 @@ def differentiable(value: Tensor) -> bool:
     return torch.is_grad_enabled() and (value.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
-def memory_of(value: Tensor) -> Any:
-    """The identity of a tensor's storage, under all wrappers of torch.func."""
+def bottom(value: Tensor) -> Tensor:
+    """A tensor without the wrappers of torch.func."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
+def memory_of(value: Tensor) -> Any:
+    """The identity of a tensor's storage, under all wrappers of torch.func."""
+    value = bottom(value)
     return value.untyped_storage()._cdata if value.layout is torch.strided else id(value)
 
 

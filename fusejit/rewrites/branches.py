@@ -397,16 +397,21 @@ class Loop:
         found = []
         for start, leaf, value in zip(started, leaves, last):
             if isinstance(leaf, Tensor) and leaf is not start:
-                found.append((leaf, (start, *(heads.get(id(other), other) for one in tensors_of(value) for other in origins(one)))))
+                others = [heads.get(id(other), other) for one in tensors_of(value) for other in origins(one)]
+                found.append((leaf, tuple(map(self.outer, (start, *others)))))
         return found
+
+    def outer(self, value: Tensor) -> Tensor:
+        """The tensor outside of the loop that one in it is."""
+        return value
 
     def refuse_aliases(self, arm: Arm, places: dict[int, int], started: list[Any], after: list[Any]) -> None:
         """Raise where a carried tensor that a round changes in place is also met under another name."""
         for original, copy in arm.changed:
             number = places[id(original)]
             others = [*arm.entered, *(value for place, value in enumerate(started) if place != number)]
-            known = relatives(started[number], self.weaver.shared)
-            before = [value for value in others if isinstance(value, Tensor) and memory_of(value) in known]
+            known = relatives(self.outer(started[number]), self.weaver.shared)
+            before = [value for value in others if isinstance(value, Tensor) and memory_of(self.outer(value)) in known]
             later = [value for value in after if isinstance(value, Tensor) and memory_of(value) == memory_of(copy)]
             if before or len(later) != 1 or after[number] is not copy:
                 reason = f"its body changes a tensor in place that has several names; {LOOP_WAY_OUT}"

@@ -28,7 +28,7 @@ from ..capture import trace
 from ..capture.lines import raised_by_user
 from ..errors import Unsupported
 from .aliases import Shared, origins_in, refuse_other_names, stand_ins
-from .arms import Arm, NoSelect, depth, guarded, run_arm
+from .arms import Arm, NoSelect, bottom, depth, guarded, run_arm
 from .branches import Loop, Weaver, branch
 from .jumps import RETURNED, VALUE, is_flag
 from .merge import MISSING, Mismatch, Where, merge
@@ -65,10 +65,12 @@ class Session:
     dropped: dict[str, str] = field(default_factory=dict)
     shared: list[Shared] = field(default_factory=list)
 
-    def share(self, made: Any, site: Site, values: tuple[Tensor, ...], weaver: Weaver) -> None:
+    def share(self, made: Any, site: Site, values: tuple[Tensor, ...], weaver: Weaver | None) -> None:
         """Note a tensor that from here on stands for one of others: changing one of them in place would have to change the other."""
-        if hasattr(made, "fake_mode"):
-            self.shared.append(Shared(made, values, site.line, weaver.mark()))
+        tensors = tuple(map(bottom, (made, *values)))
+        since = [tensor._version for tensor in tensors] if weaver is None else weaver.mark()
+        if weaver is None or hasattr(tensors[0], "fake_mode"):
+            self.shared.append(Shared(tensors[0], tensors[1:], site.line, since))
 
     def note(self, site: Site, became: str, reason: str) -> None:
         self.outcomes[site.line, site.kind] = Outcome(site.line, site.kind, became, reason)  # the last word: arms may be tried twice
@@ -185,7 +187,7 @@ class Choice:
 
     def run(self) -> dict[str, Any]:
         """Return the variables behind the `if`, which they are set to."""
-        weaver = None if transformed() else Weaver(session().shared)
+        weaver = Weaver(session().shared) if trace.active() or not transformed() else None
         mark: Any = None if weaver is None else weaver.mark()
         found: list[Any] = []
         try:
@@ -194,7 +196,7 @@ class Choice:
         except NoSelect as error:
             reason = str(error)
         reason = self.forced or reason
-        if reason and weaver is not None:
+        if reason and weaver is not None and not transformed():
             if guarded():
                 raise NoSelect(reason)
             session().note(self.site, "a branch", reason)
@@ -208,13 +210,12 @@ class Choice:
             merged, changed = self.merged([values for values, _ in found], arms, pick), self.changed(arms, pick)
             for original, new in changed:
                 if weaver is not None:
-                    weaver.preserve(original, mark)
+                    weaver.preserve(bottom(original), mark)
                 original.copy_(new)
         for name, value in merged.items():
             put(self.cells[name], value)
-        if weaver is not None:
-            for made, others in self.shared:
-                session().share(made, self.site, others, weaver)
+        for made, others in self.shared:
+            session().share(made, self.site, others, weaver)
         return merged
 
     def trial(self, place: int, guard: bool) -> tuple[dict[str, Any], Arm]:
@@ -460,9 +461,10 @@ def each_row(test: Any, body: Any, site: Site) -> None:
             session().note(
                 site, "a loop of the graph", "its test is a tensor; under torch.func each row goes round until its own test fails"
             )
-            weaver = Weaver()
-            standing = Standing(weaver)
-            RowLoop(test, body, site, cells, content, put, weaver, around=masks(), standing=standing).emit()
+            weaver = Weaver(session().shared)
+            loop = RowLoop(test, body, site, cells, content, put, weaver, around=masks(), standing=Standing(weaver))
+            for made, others in loop.run():
+                session().share(made, site, others, weaver)
             return
         while any_row(holds := row_test(test, site, cells)):
             Choice(holds, body, lambda: None, site).run()

@@ -126,14 +126,19 @@ class RowLoop(Loop):
     def end(self, after: Tensor, before: Tensor) -> Tensor:
         return merge(after, before, Where(self.mask))
 
-    def emit(self) -> None:
-        """Trace the loop for one row, call it, and set the variables."""
+    def outer(self, value: Tensor) -> Tensor:
+        node = None if FUNCTORCH.is_functorch_wrapped_tensor(value) or not hasattr(value, "fake_mode") else node_of(value)
+        return self.standing.actual.get(node, value)  # type: ignore[arg-type]
+
+    def run(self) -> list[tuple[Tensor, Any]]:
+        """Trace the loop for one row, call it, and set the variables; return as `Loop.run` does."""
         outside = self.values()
         with one_row(), self.standing:
             self.set([self.stood(value) for value in outside])
             structures, leaves = self.settle()
             found = self.trace(structures, leaves)
             starts = [self.weaver.node(leaves[number]) for number in found.places]
+            shared = self.stand_ins(found.arm, {id(found.inside[n]): leaves[n] for n in found.places}, leaves, found.inside, found.last)
             self.weaver.erase(self.weaver.since(found.mark))
         actual = self.standing.actual
         inputs = [entering(actual.get(node, leaves[number])) for node, number in zip(starts, found.places)]
@@ -150,6 +155,8 @@ class RowLoop(Loop):
                 arm.keep(result, counted=True)
             leaves[number] = given[number].copy_(result) if number in found.changed else result
         self.finish(structures, leaves, started)
+        made = dict(zip(map(id, found.inside), leaves))
+        return [(made[id(head)], others) for head, others in shared if made[id(head)] is not others[0]]
 
     def stood(self, value: Any) -> Any:
         """A variable with plain tensors in the places of those of transforms."""
