@@ -34,6 +34,7 @@ from .capture.mutable import family
 from .capture.reasons import differences, named
 from .errors import CaptureError, FusejitError, Unsupported
 from .forks import renewed
+from .rewrites.capture import call_rewritten
 from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
 from .runtime.bind import MISS, Bindings, Call, elsewhere
 from .runtime.promise import promised, unguarded
@@ -205,6 +206,8 @@ class JitFunction:
             fn = self.__wrapped__ if rewrite is None else rewrite(self.__wrapped__)
             with nesting(self.settings):
                 return fn(*args, **kwargs) if receiver is None else fn(receiver, *args, **kwargs)
+        if self.settings.capture_mode == "ast" and torch._C._functorch.maybe_current_level() is not None and not Switch.off:
+            return call_rewritten(self.bound(receiver), args, kwargs)
         return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
 
     def bound(self, receiver: Any) -> Callable:

@@ -29,7 +29,7 @@ ORDER = [
     "rewrites/exclude",
     *("capture/relocate", "capture/cut", "capture/regions", "rewrites/lazy_inline", "rewrites/hypermap"),
     *("rewrites/arms", "rewrites/numbers", "rewrites/aliases", "rewrites/merge", "rewrites/surroundings"),
-    *("rewrites/pieces", "rewrites/branches"),
+    *("rewrites/pieces", "rewrites/branches", "rewrites/rounds"),
     *("rewrites/control", "rewrites/calls", "rewrites/by_hand", "rewrites/capture"),
     "runtime/torch_c",
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint", "autodiff/region", "autodiff/compose"),

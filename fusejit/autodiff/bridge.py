@@ -169,7 +169,8 @@ def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple, gone: fr
             zeros = []
         names[node] = made.node_copy(node, names.__getitem__)
     results = made.output_node()
-    results.args = (tuple(None if place in gone else value for place, value in enumerate(results.args[0])),)  # type: ignore[arg-type]
+    values: Any = results.args[0]
+    results.args = (tuple(None if place in gone else value for place, value in enumerate(values)),)
     return torch.fx.GraphModule(graph, made)
 
 

@@ -444,9 +444,10 @@ LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Ten
 def refuse_backward(cls: type, given: tuple) -> None:
     """Refuse an `autograd.Function` where its own backward would matter: the graph has only torch's.
 
-    One that torch.library made (`register_autograd`) belongs to an op, which brings its backward into every graph that calls it.
+    One that torch.library made (`register_autograd`) belongs to an op, which brings its backward into every graph that calls it; that
+    of a piece under torch.func (rewrites/pieces.py) goes into the graph.
     """
-    if cls.__module__ == "torch._library.autograd":
+    if cls.__module__ == "torch._library.autograd" or cls.__module__.startswith("fusejit."):
         return
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
         name = f"{cls.__name__} (a torch.autograd.Function)"

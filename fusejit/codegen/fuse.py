@@ -57,7 +57,7 @@ def fuse(lowered: Lowered, reductions: bool = True, device: Device | None = None
 def live(lowered: Lowered) -> Lowered:
     """Return the program without the results of clusters that nothing reads, and without clusters that have no others."""
     wanted = {ref.buffer for ref in refs(lowered.outputs)} | {b.name for b in lowered.buffers.values() if b.written_to}
-    kept: list[Cluster | Extern | Foreach] = []
+    kept: list[Cluster | Extern] = []
     for step in reversed(lowered.steps):
         assert not isinstance(step, Foreach), "made after fusion"
         if isinstance(step, Cluster):
@@ -65,6 +65,7 @@ def live(lowered: Lowered) -> Lowered:
             if not stores:
                 continue
             step = step if len(stores) == len(step.stores) else replace(step, stores=stores)
+        assert not isinstance(step, Foreach)  # which are made of fused clusters
         wanted |= reads(step)
         kept.append(step)
     return replace(lowered, steps=tuple(reversed(kept)))

@@ -66,7 +66,11 @@ def leaves_of(value: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A tensor that stands for others since a node of the graph; line: of the statement that chose it."""
+    """A tensor that stands for others since a node of the graph (outside of a capture: since their versions, its own first).
+
+    Attributes:
+        line: of the statement that chose it.
+    """
 
     made: Tensor
     originals: tuple[Tensor, ...]
@@ -106,6 +110,13 @@ def refuse_other_names(arm: Arm, shared: Sequence[Shared], line: str) -> None:
         known = relatives(original, shared)
         if any(value is not original and memory_of(value) in known for value in arm.entered):
             raise Unsupported(WHAT, WAY_OUT, line)
+
+
+def check_versions(shared: Sequence[Shared]) -> None:
+    """As `check_aliases`, where there is no graph that says who reads: raise where either of both was changed in place at all."""
+    for entry in shared:
+        if [tensor._version for tensor in (entry.made, *entry.originals)] != entry.since:
+            raise Unsupported(WHAT, WAY_OUT, entry.line)
 
 
 def check_aliases(graph: torch.fx.Graph, shared: Sequence[Shared], cut: Collection[torch.fx.Node] = ()) -> None:

@@ -79,6 +79,7 @@ class Arm(TorchFunctionMode):
     def __init__(self, mask: Tensor | None, taken: bool, guard: bool = True) -> None:
         super().__init__()
         self.mask, self.taken, self.guard = mask, taken, guard
+        self.depth = depth()
         self.ops = self.bytes = 0
         self.refused = ""
         self.known: dict[int, Tensor] = {}
@@ -89,14 +90,14 @@ class Arm(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in QUERIES:
+        if name in QUERIES or self.depth != depth():
             return func(*args, **kwargs)
         if name == "__get__":
             found = func(*args, **kwargs)
             if not isinstance(found, Tensor):
                 return found
         if func is PRINT and self.mask is not None:
-            return func(*masked(args, self.mask if self.taken else self.mask.logical_not()))
+            return func(*masked(args, self.holds()))
         self.judge(func, name)
         changes = name in CHANGES or name.endswith("_") and not name.endswith("__")
         if changes and args:
@@ -115,6 +116,11 @@ class Arm(TorchFunctionMode):
             self.refused = self.refused or f"`{name}` draws random numbers"
         elif name in HEAVY or name.startswith(("linalg_", "fft_")):
             self.refused = self.refused or f"`{name.strip('_')}` is no cheap op"
+
+    def holds(self) -> Tensor:
+        """The condition under which this arm is taken."""
+        assert self.mask is not None
+        return self.mask if self.taken else self.mask.logical_not()
 
     # Tensors that enter.
 
@@ -227,10 +233,16 @@ def differentiable(value: Tensor) -> bool:
     return torch.is_grad_enabled() and (value.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
-def memory_of(value: Tensor) -> Any:
-    """The identity of a tensor's storage, under all wrappers of torch.func."""
+def bottom(value: Tensor) -> Tensor:
+    """A tensor without the wrappers of torch.func."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
+def memory_of(value: Tensor) -> Any:
+    """The identity of a tensor's storage, under all wrappers of torch.func."""
+    value = bottom(value)
     return value.untyped_storage()._cdata if value.layout is torch.strided else id(value)
 
 
@@ -242,6 +254,26 @@ def guarding() -> Iterator[None]:
         yield
     finally:
         LOCAL.guarding = before
+
+
+def depth() -> int:
+    """How many loops this thread traces for one row, one in the other, with the arms around them put aside."""
+    return getattr(LOCAL, "depth", 0)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Put the arms around aside: what is traced here is no part of theirs."""
+    LOCAL.depth = depth() + 1
+    try:
+        yield
+    finally:
+        LOCAL.depth -= 1
+
+
+def running() -> list[Arm]:
+    """The arms that this thread runs, the outermost first, those that were put aside left out."""
+    return [arm for arm in getattr(LOCAL, "arms", ()) if arm.depth == depth()]
 
 
 class NoSelect(Exception):

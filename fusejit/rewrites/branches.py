@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .arms import Arm, memory_of, run_arm
 from .jumps import VALUE, is_flag
 from .merge import MISSING, NUMBERS, Mismatch, merge, shown
 from .numbers import is_number, mark_number
-from .pieces import Like, Piece, branch_piece, cut, erase, loop_piece, nodes_after, outside
+from .pieces import WRITERS, Like, Piece, branch_piece, cut, erase, like, loop_piece, nodes_after, outside
 
 Tensor = torch.Tensor
 ROUNDS = 8
@@ -102,10 +103,6 @@ class Weaver:
                     mark_number(out)
 
 
-def like(value: Tensor) -> Like:
-    return Like(tuple(value.shape), value.stride(), value.dtype, value.device)
-
-
 def zeros(value: Tensor) -> Tensor:
     """Zeros that are like a tensor, without a node that takes it."""
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
@@ -120,17 +117,29 @@ def is_scalar(value: Tensor) -> bool:
     return value.dim() == 0 and is_number(value)
 
 
-def untracked(value: Tensor, requires_grad: bool) -> Tensor:
-    """A new fake tensor that is like another, and that no node of the graph makes."""
+def untracked(kind: Like, requires_grad: bool) -> Tensor:
+    """A new fake tensor of a kind, that no node of the graph makes."""
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.no_grad():
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        made = kind.empty()
     wanted = requires_grad and torch.is_grad_enabled() and made.is_floating_point()
     if wanted:
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
             made = made.requires_grad_().clone()  # no leaf, so that it may be changed in place
     return made
+
+
+def write(piece: Piece, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Write the call of a piece into the graph and return its results."""
+    weaver = Weaver()
+    grad = any(value.requires_grad for value in inputs)
+    outs = [untracked(kind, grad) for kind in piece.results]
+    weaver.emit(piece, [weaver.node(value) for value in inputs], outs)
+    return outs
+
+
+WRITERS.append(write)
 
 
 # Branches.
@@ -143,7 +152,7 @@ class Pairs:
         self.pairs: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, one: Tensor, other: Tensor) -> Tensor:
-        made = untracked(one, one.requires_grad or other.requires_grad)
+        made = untracked(like(one), one.requires_grad or other.requires_grad)
         self.pairs.append((one, other, made))
         return made
 
@@ -193,6 +202,28 @@ def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
 # Loops.
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A traced loop: its graphs, where the carried tensors stand among the leaves, the nodes that it takes besides, what it carries.
+
+    Attributes:
+        changed: places of the tensors that a round changes in place; inside, last, after: leaves at the head, at the end of a round, and
+            at the end with what was changed in place as its copy; mark: the last node before the traced ones.
+    """
+
+    test: Any
+    body: Any
+    places: list[int]
+    operands: list[torch.fx.Node]
+    results: tuple[Like, ...]
+    changed: set[int]
+    arm: Arm
+    inside: list[Any]
+    last: list[Any]
+    after: list[Any]
+    mark: torch.fx.Node
+
+
 class Loop:
     """A `while` on a tensor: what goes round in it, found by tracing its body until the carried tensors no longer change their kind."""
 
@@ -217,13 +248,26 @@ class Loop:
 
     def round(self, heads: Any) -> Arm:
         """Trace one round; a carried tensor that it changes in place is copied first."""
-        self.test()
-        _, arm = run_arm(self.body, None, taken=True, guard=False)
+        mask = self.masked(self.tested())
+        _, arm = run_arm(self.body, mask, taken=True, guard=mask is not None)
         carried = {id(value) for value in tensors_of(heads)}
         if any(id(original) not in carried for original, _ in arm.changed):
             reason = f"its body changes a tensor in place that is no variable of the loop; {LOOP_WAY_OUT}"
             raise Unsupported("`while` on a tensor", reason, self.site.line)
         return arm
+
+    def masked(self, tested: Tensor) -> Tensor | None:
+        """What a round must hold for to count, where it is computed although its test may not hold."""
+        return None
+
+    def tested(self) -> Tensor:
+        """The test of a round, which only looks."""
+        before = self.values()
+        found = self.test().reshape(())
+        for name, one, other in zip(self.names, before, self.values()):
+            if one is not other:
+                raise self.refuse(name, "is assigned in its test (`:=`), which runs once more than the body; assign it in the body")
+        return found
 
     def refuse(self, name: str, reason: str) -> Unsupported:
         return Unsupported("`while` on a tensor", f"`{name}` {reason}; {LOOP_WAY_OUT}", self.site.line)
@@ -286,9 +330,34 @@ class Loop:
     def run(self) -> list[tuple[Tensor, Any]]:
         """Emit the loop and set the variables; return the tensors behind it that stand for others, each with those."""
         structures, leaves = self.settle()
+        weaver, started = self.weaver, list(leaves)
+        found = self.trace(structures, leaves)
+        grad = any(leaves[n].requires_grad or getattr(found.after[n], "requires_grad", False) for n in found.places)
+        outs = [untracked(kind, grad) for kind in found.results]
+        starts = [weaver.node(leaves[number]) for number in found.places]
+        weaver.erase(weaver.since(found.mark))
+        weaver.emit(loop_piece(found.test, found.body, found.results, self.site.line), [*starts, *found.operands], outs)
+        for number, out in zip(found.places, outs):
+            if number in found.changed:
+                weaver.preserve(started[number], found.mark)
+            leaves[number] = started[number].copy_(out) if number in found.changed else out
+        self.finish(structures, leaves, started)
+        return self.stand_ins(found.arm, {id(found.inside[n]): started[n] for n in found.places}, started, leaves, found.last)
+
+    def finish(self, structures: list[Any], leaves: list[Any], started: Sequence[Any]) -> None:
+        """Set the variables to what they are behind the loop."""
+        for one, other in zip(leaves, started):
+            if isinstance(one, Tensor) and is_scalar(other):
+                mark_number(one)
+        rest = iter(leaves)
+        self.set([tree.unflatten(structure, rest) for structure in structures])
+
+    def trace(self, structures: list[Any], leaves: list[Any]) -> Traced:
+        """Trace the test and one round, as graphs over (carried..., operands...); their nodes are left behind `mark`."""
         weaver = self.weaver
         places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        starts = [weaver.node(leaves[number]) for number in places]
+        for number in places:
+            weaver.node(leaves[number])
         mark = weaver.mark()
         inside, started = list(leaves), list(leaves)
         for number in places:
@@ -299,36 +368,28 @@ class Loop:
         rest = iter(inside)
         self.set([tree.unflatten(structure, rest) for structure in structures])
         first = weaver.mark()
-        tested = weaver.node(self.test().reshape(()))
+        tested = weaver.node(self.tested())
         tests = weaver.since(first)
         if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in tests):
             raise Unsupported("`while` on a tensor", f"its test changes a tensor in place; {LOOP_WAY_OUT}", self.site.line)
         second = weaver.mark()
         arm = self.round(inside)
         last = [leaf for value in self.values() for leaf in leaves_of(value)]
-        changed = arm.copies()
-        after = [changed.get(id(leaf), leaf) for leaf in last]
+        copies = arm.copies()
+        after = [copies.get(id(leaf), leaf) for leaf in last]
         self.refuse_aliases(arm, {id(inside[number]): number for number in places}, started, after)
-        ends = [weaver.node(self.as_tensor(after[number], leaves[number])) for number in places]
+        ends = [weaver.node(self.end(self.as_tensor(after[number], leaves[number]), inside[number])) for number in places]
         bodies = weaver.since(second)
         own = {*heads, *tests}
         operands = [node for node in outside(tests, [tested]) | outside(bodies, ends) if node not in own]
-        results = tuple(like(leaves[number]) for number in places)
-        test_graph = weaver.cut(tests, [*heads, *operands], [tested])
-        body_graph = weaver.cut([*tests, *bodies], [*heads, *operands], ends)
-        grad = any(leaves[n].requires_grad or getattr(after[n], "requires_grad", False) for n in places)
-        outs = [untracked(leaves[number], grad) for number in places]
-        weaver.erase(weaver.since(mark))
-        weaver.emit(loop_piece(test_graph, body_graph, results, self.site.line), [*starts, *operands], outs)
-        for number, out in zip(places, outs):
-            if id(inside[number]) in changed:
-                weaver.preserve(started[number], mark)
-            if is_scalar(leaves[number]):
-                mark_number(out)
-            leaves[number] = started[number].copy_(out) if id(inside[number]) in changed else out
-        rest = iter(leaves)
-        self.set([tree.unflatten(structure, rest) for structure in structures])
-        return self.stand_ins(arm, {id(inside[number]): started[number] for number in places}, started, leaves, last)
+        test = weaver.cut(tests, [*heads, *operands], [tested])
+        body = weaver.cut([*tests, *bodies], [*heads, *operands], ends)
+        changed = {number for number in places if id(inside[number]) in copies}
+        return Traced(test, body, places, operands, tuple(like(leaves[n]) for n in places), changed, arm, inside, last, after, mark)
+
+    def end(self, after: Tensor, before: Tensor) -> Tensor:
+        """What a round leaves of a carried tensor."""
+        return after
 
     def stand_ins(self, arm: Arm, heads: dict[int, Tensor], started: list[Any], leaves: list[Any], last: list[Any]) -> list:
         """What is behind the loop stands for what was before it (no round may run) and for what the last round left."""
@@ -336,16 +397,21 @@ class Loop:
         found = []
         for start, leaf, value in zip(started, leaves, last):
             if isinstance(leaf, Tensor) and leaf is not start:
-                found.append((leaf, (start, *(heads.get(id(other), other) for one in tensors_of(value) for other in origins(one)))))
+                others = [heads.get(id(other), other) for one in tensors_of(value) for other in origins(one)]
+                found.append((leaf, tuple(map(self.outer, (start, *others)))))
         return found
+
+    def outer(self, value: Tensor) -> Tensor:
+        """The tensor outside of the loop that one in it is."""
+        return value
 
     def refuse_aliases(self, arm: Arm, places: dict[int, int], started: list[Any], after: list[Any]) -> None:
         """Raise where a carried tensor that a round changes in place is also met under another name."""
         for original, copy in arm.changed:
             number = places[id(original)]
             others = [*arm.entered, *(value for place, value in enumerate(started) if place != number)]
-            known = relatives(started[number], self.weaver.shared)
-            before = [value for value in others if isinstance(value, Tensor) and memory_of(value) in known]
+            known = relatives(self.outer(started[number]), self.weaver.shared)
+            before = [value for value in others if isinstance(value, Tensor) and memory_of(self.outer(value)) in known]
             later = [value for value in after if isinstance(value, Tensor) and memory_of(value) == memory_of(copy)]
             if before or len(later) != 1 or after[number] is not copy:
                 reason = f"its body changes a tensor in place that has several names; {LOOP_WAY_OUT}"

@@ -73,7 +73,9 @@ def while_loop(cond_fn: Callable, body_fn: Callable, carried_inputs: Sequence[An
         carried_inputs: what goes in first.
 
     Raises:
-        Unsupported: while capturing: a carried value changes its dtype or shape; or under torch.vmap, where rows stop at different rounds.
+        Unsupported: while capturing, or under torch.func: a carried value changes its dtype or shape.
+
+    Under torch.vmap each row goes round until its own test fails; gradients of any order flow through the rounds that it took.
     """
     test_fn, step = callee(cond_fn), callee(body_fn)
     carried = tuple(carried_inputs)

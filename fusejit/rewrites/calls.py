@@ -14,12 +14,14 @@ that is not the user's (`functools.lru_cache`, `torch.no_grad()`) runs as it is,
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..capture import trace
 from ..capture.lines import kind
 from ..errors import Unsupported
 from . import control
@@ -46,6 +48,8 @@ def rewritten(function: Any, asked: bool = True) -> Any:
         Unsupported: an async function or a generator was asked for.
     """
     if type(function) is types.FunctionType:
+        if transforms(function):
+            return transform(function, asked)
         if asked:
             refuse(function)
         code = code_for(function, asked)
@@ -69,6 +73,8 @@ def callee(function: Any) -> Any:
     kind_of = type(function)
     if kind_of is types.FunctionType:
         function = INSTEAD.get(function, function)
+        if transforms(function):
+            return transform(function, False)
         code = code_for(function, False)
         return function if code is None else build(function, code)
     if kind_of is types.BuiltinFunctionType or kind_of is type or isinstance(function, torch.nn.Module):
@@ -120,12 +126,33 @@ def reason_for(function: Any) -> str:
     return REASONS.get((code, code.co_filename), "") if code is not None else ""
 
 
-def vmap(function: Callable, *args: Any, **kwargs: Any) -> Callable:
-    """`torch.vmap` of the rewritten function."""
-    return torch.vmap(callee(function), *args, **kwargs)
+def transforms(function: types.FunctionType) -> bool:
+    """Whether a function is what torch.func made of another one, `func`: `torch.vmap(f)`, `torch.func.grad(f)` and the like."""
+    return function.__code__.co_filename.startswith(TRANSFORMS) and "func" in function.__code__.co_freevars
 
 
-INSTEAD: dict[Callable, Callable] = {torch.vmap: vmap, torch.func.vmap: vmap}
+def transform(function: types.FunctionType, asked: bool) -> types.FunctionType:
+    """The same transform of the rewritten function."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    inner = cells["func"].cell_contents
+    made = rewritten(inner, asked)
+    if trace.active():
+        trace.recorder().watch(inner)
+    return function if made is inner else build(function, function.__code__, {"func": types.CellType(made)})
+
+
+def of_callee(function: Callable) -> Callable:
+    """A function of torch that calls its first argument, calling the rewritten one."""
+
+    @functools.wraps(function)
+    def call(inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        return function(callee(inner), *args, **kwargs)
+
+    return call
+
+
+TRANSFORMS = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
+INSTEAD: dict[Callable, Callable] = {f: of_callee(f) for f in (torch.func.vjp, torch.func.jvp, torch.func.linearize)}
 """Functions of torch, by what a rewritten function calls in their place; those that cannot be traced are added by by_hand.py."""
 RUNTIME: dict[str, Callable] = {
     IF: control.if_,

@@ -20,7 +20,7 @@ import torch
 
 from ..capture.symbols import Symbols
 from ..capture.trace import Captured, capture
-from .aliases import check_aliases
+from .aliases import check_aliases, check_versions
 from .branches import Weaver
 from .calls import reason_for, rewritten
 from .control import Outcome, Session, explain_unbound, recording
@@ -37,6 +37,21 @@ def checked(function: Callable, session: Session) -> Callable:
 
     run.__dict__.update(vars(function) if isinstance(function, types.FunctionType) else {})  # a segment stays one (see exclude.py)
     return run
+
+
+def call_rewritten(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run the rewritten twin of a function as it is: under a transform of torch.func that is no part of a capture.
+
+    Raises:
+        Unsupported: the twin cannot do what Python would; names the user's line.
+    """
+    with recording() as session:
+        try:
+            result = rewritten(fn)(*args, **kwargs)
+            check_versions(session.shared)
+        except NameError as error:
+            raise explain_unbound(error, session) or error from None
+    return result
 
 
 def capture_rewritten(

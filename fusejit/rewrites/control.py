@@ -24,14 +24,16 @@ from typing import Any
 
 import torch
 
+from ..capture import trace
 from ..capture.lines import raised_by_user
 from ..errors import Unsupported
 from .aliases import Shared, origins_in, refuse_other_names, stand_ins
-from .arms import Arm, NoSelect, guarded, run_arm
+from .arms import Arm, NoSelect, bottom, depth, guarded, run_arm
 from .branches import Loop, Weaver, branch
 from .jumps import RETURNED, VALUE, is_flag
 from .merge import MISSING, Mismatch, Where, merge
 from .numbers import is_number
+from .rounds import RowLoop, Standing, any_row, masks
 from .select import TESTED_AND, TESTED_OR, Site
 from .surroundings import Surroundings
 
@@ -63,10 +65,12 @@ class Session:
     dropped: dict[str, str] = field(default_factory=dict)
     shared: list[Shared] = field(default_factory=list)
 
-    def share(self, made: Any, site: Site, values: tuple[Tensor, ...], weaver: Weaver) -> None:
+    def share(self, made: Any, site: Site, values: tuple[Tensor, ...], weaver: Weaver | None) -> None:
         """Note a tensor that from here on stands for one of others: changing one of them in place would have to change the other."""
-        if hasattr(made, "fake_mode"):
-            self.shared.append(Shared(made, values, site.line, weaver.mark()))
+        tensors = tuple(map(bottom, (made, *values)))
+        since = [tensor._version for tensor in tensors] if weaver is None else weaver.mark()
+        if weaver is None or hasattr(tensors[0], "fake_mode"):
+            self.shared.append(Shared(tensors[0], tensors[1:], site.line, since))
 
     def note(self, site: Site, became: str, reason: str) -> None:
         self.outcomes[site.line, site.kind] = Outcome(site.line, site.kind, became, reason)  # the last word: arms may be tried twice
@@ -118,8 +122,8 @@ def as_predicate(test: Tensor, site: Site) -> Tensor:
 
 
 def transformed() -> bool:
-    """Whether a torch.func transform is running."""
-    return torch._C._functorch.maybe_current_level() is not None
+    """Whether a torch.func transform is running, or what one row does under it is traced."""
+    return torch._C._functorch.maybe_current_level() is not None or depth() > 0
 
 
 # `if`.
@@ -183,7 +187,7 @@ class Choice:
 
     def run(self) -> dict[str, Any]:
         """Return the variables behind the `if`, which they are set to."""
-        weaver = None if transformed() else Weaver(session().shared)
+        weaver = Weaver(session().shared) if trace.active() or not transformed() else None
         mark: Any = None if weaver is None else weaver.mark()
         found: list[Any] = []
         try:
@@ -192,7 +196,7 @@ class Choice:
         except NoSelect as error:
             reason = str(error)
         reason = self.forced or reason
-        if reason and weaver is not None:
+        if reason and weaver is not None and not transformed():
             if guarded():
                 raise NoSelect(reason)
             session().note(self.site, "a branch", reason)
@@ -206,13 +210,12 @@ class Choice:
             merged, changed = self.merged([values for values, _ in found], arms, pick), self.changed(arms, pick)
             for original, new in changed:
                 if weaver is not None:
-                    weaver.preserve(original, mark)
+                    weaver.preserve(bottom(original), mark)
                 original.copy_(new)
         for name, value in merged.items():
             put(self.cells[name], value)
-        if weaver is not None:
-            for made, others in self.shared:
-                session().share(made, self.site, others, weaver)
+        for made, others in self.shared:
+            session().share(made, self.site, others, weaver)
         return merged
 
     def trial(self, place: int, guard: bool) -> tuple[dict[str, Any], Arm]:
@@ -430,18 +433,53 @@ def while_(test: Callable[[], Any], body: Callable[[], None], site: Site) -> Non
 def run_loop(test: Any, body: Any, site: Site) -> None:
     """A `while` whose test is a tensor without a value."""
     if transformed():
-        reason = "under torch.func the rows would need different numbers of rounds; loop over a `range` and test inside: `if done: break`"
-        raise Unsupported("`while` on a tensor", reason, site.line)
+        each_row(test, body, site)
+        return
     if guarded():
         raise NoSelect("it holds a `while` on a tensor")
+    session().note(site, "a loop of the graph", "its test is a tensor; each variable keeps its dtype and shape")
+    weaver = Weaver(session().shared)
+    with variables(test, body, site) as cells:
+        for made, others in Loop(test, body, site, cells, content, put, weaver).run():
+            session().share(made, site, others, weaver)
+
+
+@contextlib.contextmanager
+def variables(test: Any, body: Any, site: Site) -> Iterator[dict[str, types.CellType]]:
+    """The variables that a loop carries; what it changes besides is refused."""
     seen = cells_of(test, body)
     cells = {name: seen[name] for name in site.written if name in seen}
     around = Surroundings({name: cell for name, cell in seen.items() if name not in cells})
-    session().note(site, "a loop of the graph", "its test is a tensor; each variable keeps its dtype and shape")
-    weaver = Weaver(session().shared)
-    for made, others in Loop(test, body, site, cells, content, put, weaver).run():
-        session().share(made, site, others, weaver)
+    yield cells
     around.check(site)
+
+
+def each_row(test: Any, body: Any, site: Site) -> None:
+    """A `while` whose test is a tensor of a transform: each row goes round until its own test fails."""
+    with variables(test, body, site) as cells:
+        if trace.active():
+            session().note(
+                site, "a loop of the graph", "its test is a tensor; under torch.func each row goes round until its own test fails"
+            )
+            weaver = Weaver(session().shared)
+            loop = RowLoop(test, body, site, cells, content, put, weaver, around=masks(), standing=Standing(weaver))
+            for made, others in loop.run():
+                session().share(made, site, others, weaver)
+            return
+        while any_row(holds := row_test(test, site, cells)):
+            Choice(holds, body, lambda: None, site).run()
+
+
+def row_test(test: Any, site: Site, cells: dict[str, types.CellType]) -> Tensor:
+    """Which rows go round once more, outside of a capture."""
+    before = {name: content(cell) for name, cell in cells.items()}
+    found = as_predicate(torch.as_tensor(test()), site)
+    for name, cell in cells.items():
+        if content(cell) is not before[name]:
+            raise Unsupported("`while` on a tensor", f"`{name}` is assigned in its test (`:=`); assign it in the body", site.line)
+    for mask in masks():
+        found = torch.logical_and(found, mask)
+    return found
 
 
 def explain_unbound(error: NameError, here: Session) -> Unsupported | None:

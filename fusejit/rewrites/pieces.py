@@ -10,15 +10,18 @@ becomes one op, `fusejit::piece`, whose backward runs the piece once more with g
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..capture import trace
 from ..capture.lines import user_line
 from ..capture.ordered import OPS as ORDERED
 from ..errors import Unsupported
@@ -27,6 +30,7 @@ Tensor = torch.Tensor
 TABLE: weakref.WeakValueDictionary[str, Piece] = weakref.WeakValueDictionary()
 """The pieces by key; a graph that runs one holds it."""
 NUMBERS = itertools.count(1)
+KEYS = torch._C.DispatchKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,17 @@ class Like:
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
+    def plain(self) -> Like:
+        """The same in contiguous memory."""
+        return replace(self, strides=torch.empty(self.shape, device="meta").stride())
+
+    def batch(self, size: int) -> Like:
+        return replace(self, shape=(size, *self.shape), strides=torch.empty((size, *self.shape), device="meta").stride())
+
+
+def like(value: Tensor) -> Like:
+    return Like(tuple(value.shape), value.stride(), value.dtype, value.device)
+
 
 class Piece:
     """A function of tensors, `run`, that a graph calls; `results` say what it returns."""
@@ -53,12 +68,70 @@ class Piece:
         TABLE[self.key] = self
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
+        if torch._C._functorch.maybe_current_level() is not None:
+            return Transformed.apply(self, *inputs)
         if torch._C._len_torch_dispatch_stack():  # traced once more
             return torch.ops.fusejit.piece(list(inputs), self.key)
         return self.run(*inputs)
 
     def __repr__(self) -> str:
         return self.__name__
+
+    @functools.cached_property
+    def batched(self) -> Callable[[int], Piece]:
+        """The piece over a batch of each of its inputs, as a function of the batch's size."""
+        return functools.lru_cache(maxsize=16)(lambda size: self.batch(size))
+
+    def batch(self, size: int) -> Piece:
+        raise Unsupported(f"a {self.kind} of a graph under torch.func", "write it inside the mapped function", self.line)
+
+    @functools.cached_property
+    def gradient(self) -> Callable[[tuple[Like, ...], tuple[bool, ...]], Piece]:
+        """The gradient by the wanted inputs, a piece of (tangents..., inputs...)."""
+        return functools.lru_cache(maxsize=16)(lambda inputs, wanted: Gradient(self, inputs, wanted))
+
+
+class Rounds(Piece):
+    """A `while` under torch.func: each round leaves as it is what its test does not hold for, so that a batch runs until no row is left.
+
+    Args:
+        test, body: graphs over (carried..., operands...), of one row; depth: how many batches they are mapped over.
+    """
+
+    def __init__(self, test: Callable, body: Callable, results: tuple[Like, ...], line: str, depth: int = 0) -> None:
+        self.test, self.body, self.depth = test, body, depth
+        for _ in range(depth):
+            test, body = torch.vmap(test), torch.vmap(body)
+        count = len(results)
+
+        def run(*inputs: Tensor) -> Sequence[Tensor]:
+            carried, operands = inputs[:count], inputs[count:]
+            while test(*carried, *operands)[0].any():
+                carried = tuple(body(*carried, *operands))
+            return carried
+
+        super().__init__("loop", run, results, line)
+
+    def batch(self, size: int) -> Piece:
+        return Rounds(self.test, self.body, tuple(like.batch(size) for like in self.results), self.line, self.depth + 1)
+
+
+class Gradient(Piece):
+    """The gradient of a piece, of any order: it is a piece itself."""
+
+    def __init__(self, piece: Piece, inputs: tuple[Like, ...], wanted: tuple[bool, ...]) -> None:
+        self.piece, self.inputs, self.wanted = piece, inputs, wanted
+        count = len(piece.results)
+
+        def run(*values: Tensor) -> Sequence[Tensor]:
+            again = torch.is_grad_enabled() and any(value.requires_grad for value in values)
+            return differentiated(piece, values[:count], values[count:], wanted, again)
+
+        results = tuple(like.plain() for like, want in zip(inputs, wanted, strict=True) if want)
+        super().__init__(f"gradient of {piece.kind}", run, results, piece.line)
+
+    def batch(self, size: int) -> Piece:
+        return self.piece.batched(size).gradient(tuple(like.batch(size) for like in self.inputs), self.wanted)
 
 
 def branch_piece(then: Callable, other: Callable, results: tuple[Like, ...], line: str) -> Piece:
@@ -99,22 +172,49 @@ def settled(values: Sequence[Tensor], likes: Sequence[Like], inputs: Sequence[Te
     return made
 
 
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd see ops although an op with a gradient of its own is running: a gradient's piece asks autograd for it."""
+    with contextlib.ExitStack() as stack:
+        for name in ("AutogradFunctionality", "AutogradOther"):
+            stack.enter_context(excluded(getattr(KEYS, name), False))
+        yield
+
+
+@contextlib.contextmanager
+def excluded(key: Any, on: bool) -> Iterator[None]:
+    """Keep this thread's ops out of a dispatch key, or let them in."""
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, on)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+
+
 def run_piece(inputs: list[Tensor], key: str) -> list[Tensor]:
     piece = TABLE[key]
-    with torch.no_grad():
+    with torch.no_grad(), recording():
         return settled(piece.run(*inputs), piece.results, inputs)
 
 
 def run_backward(tangents: list[Tensor], inputs: list[Tensor], wanted: list[bool], key: str) -> list[Tensor]:
-    """Gradients of the wanted inputs, zeros where the side that ran does not use one."""
-    leaves = [value.detach().requires_grad_(want) for value, want in zip(inputs, wanted, strict=True)]
+    return list(differentiated(TABLE[key], tangents, inputs, wanted, False))
+
+
+def differentiated(
+    piece: Piece, tangents: Sequence[Tensor], inputs: Sequence[Tensor], wanted: Sequence[bool], again: bool
+) -> Sequence[Tensor]:
+    """Gradients of the wanted inputs, zeros where the side that ran does not use one; `again`: to be differentiated themselves."""
+    leaves = [value if again and value.requires_grad else value.detach().requires_grad_(want) for value, want in zip(inputs, wanted)]
     with torch.enable_grad():
-        results = TABLE[key].run(*leaves)
+        results = piece.run(*leaves)
     pairs = [(result, tangent) for result, tangent in zip(results, tangents, strict=True) if result.requires_grad]
     sources = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
     found: Sequence[Tensor | None] = [None] * len(sources)
     if pairs:
-        found = torch.autograd.grad([result for result, _ in pairs], sources, [tangent for _, tangent in pairs], allow_unused=True)
+        ends, given = zip(*pairs)
+        found = torch.autograd.grad(ends, sources, given, allow_unused=True, create_graph=again)
     return own_memory([torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(sources, found)], tangents)
 
 
@@ -161,6 +261,62 @@ LIBRARY.impl("piece_backward", run_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("fusejit::piece", fake_piece, lib=LIBRARY)
 torch.library.register_fake("fusejit::piece_backward", fake_backward, lib=LIBRARY)
 torch.library.register_autograd("fusejit::piece", differentiate, setup_context=keep_inputs, lib=LIBRARY)
+
+
+# Under torch.func.
+
+
+def tracing(on: bool) -> Any:
+    """Let ops pass the tracer that sees them before all transforms, or not: a function of transforms is none of its ops."""
+    return excluded(KEYS.PreDispatch, not on)
+
+
+class Transformed(torch.autograd.Function):
+    """A piece on tensors of torch.func's transforms: what each transform makes of it is a piece again; below all of them it is called."""
+
+    @classmethod
+    def apply(cls, piece: Piece, *inputs: Tensor) -> Any:
+        if torch._C._functorch.maybe_current_level() is None:
+            with tracing(True):
+                return tuple(WRITERS[0](piece, inputs) if trace.active() else piece(*inputs))
+        with tracing(False), torch._C.DisableTorchFunction():
+            return super().apply(piece, *inputs)
+
+    @staticmethod
+    def forward(piece: Piece, *inputs: Tensor) -> Any:
+        raise AssertionError("below all transforms a piece is called")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.piece = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        piece, inputs = ctx.piece, ctx.saved_tensors
+        wanted = tuple(bool(need) and value.is_floating_point() for need, value in zip(ctx.needs_input_grad[1:], inputs, strict=True))
+        with tracing(True):
+            filled = [
+                torch.zeros(like.shape, dtype=like.dtype, device=like.device) if tangent is None else tangent
+                for tangent, like in zip(tangents, piece.results, strict=True)
+            ]
+        found = iter(Transformed.apply(piece.gradient(tuple(map(like, inputs)), wanted), *filled, *inputs) if any(wanted) else ())
+        return None, *[next(found) if want else None for want in wanted]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, piece: Piece, *inputs: Tensor) -> Any:
+        size = info.batch_size
+        with tracing(True):
+            rows = [
+                value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+                for value, dim in zip(inputs, in_dims[1:], strict=True)
+            ]
+        results = Transformed.apply(piece.batched(size), *rows)
+        return results, (0,) * len(results)
+
+
+WRITERS: list[Callable[[Piece, Sequence[Tensor]], Sequence[Tensor]]] = []
+"""What writes a piece into the graph that is being captured; filled by branches.py."""
 
 
 # Cutting graphs.

@@ -254,9 +254,13 @@ def with_constants(code: types.CodeType, constants: Mapping[str, Any], name: str
     return made
 
 
-def build(function: types.FunctionType, code: types.CodeType) -> types.FunctionType:
-    """Make the function that is `function` with other code: the very same globals dict, cells, default objects, `__dict__` entries."""
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+def build(function: types.FunctionType, code: types.CodeType, changed: Mapping[str, types.CellType] | None = None) -> types.FunctionType:
+    """Make the function that is `function` with other code: the very same globals dict, cells, default objects, `__dict__` entries.
+
+    Args:
+        changed: closure variables that are others.
+    """
+    cells = {**dict(zip(function.__code__.co_freevars, function.__closure__ or ())), **(changed or {})}
     made = types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, tuple(cells[name] for name in code.co_freevars)
     )
