@@ -7,7 +7,7 @@ is the result, or `MISS` where anything that the specialisation depends on may d
         if receiver is not owner or kwargs or len(args) != 2: return MISS
         a0, a1, = args
         try:
-            if not (same_tensors(a0, a1, *lifted) and grad() is True and not autocast() and ... and unchanged() and not any(empty)):
+            if not (same_tensors(a0, a1, *lifted) and grad() is True and not autocast() and ... and unchanged(tables) and not any(empty)):
                 return MISS
         except ERRORS:
             return MISS
@@ -306,8 +306,8 @@ def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched:
         conditions.insert(0, "not any(empty)")
     versions = tuple((table, version_of(table)) for table in tables.values())
     if tables:
-        scope["unchanged"] = dict_check(tuple(tables.values()))
-        conditions.insert(0, "unchanged()")
+        scope |= {"tables": tuple(tables.values()), "unchanged": dict_check(tuple(tables.values()))}
+        conditions.insert(0, "unchanged(tables)")
     return Watched(scope, conditions, versions)
 
 
