@@ -64,6 +64,7 @@ class Report:
         regions: blocks that were captured and compiled once, each with its number of calls (see `fusejit.lazy_inline`).
         inlined: blocks that were captured in place though marked or repeated: (class, reason).
         dynamic: which sizes of the arguments may vary and why, and which may not.
+        unbound: why calls, from the third on, are still checked by the general key and guards (see runtime/bind.py).
         graphs: where a call is cut into several graphs, the report of each, in the order in which they run; empty otherwise.
     """
 
@@ -83,6 +84,7 @@ class Report:
     regions: tuple[Any, ...] = ()
     inlined: tuple[tuple[str, str], ...] = ()
     dynamic: tuple[str, ...] = ()
+    unbound: str = ""
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -124,6 +126,7 @@ class Report:
             ("regions", regions),
             ("captured in place", inlined),
             ("fallbacks", self.fallbacks),
+            ("calls go the general way, some 10 us longer", [self.unbound] if self.unbound else []),
             ("attribute writes put back after capture", self.effects),
         ):
             if rows:
@@ -173,8 +176,7 @@ def report(found: Specialisation, name: str) -> Report:
         effects=tuple(found.effects), control=tuple(found.control), eager=_eager(found),
         bytes_minimum=_bytes_minimum(found, backward),
         compile_ms=found.stages_ms, stages=dict(found.record), why=found.why, inlined=tuple(dict.fromkeys(found.inlined)),
-        dynamic=tuple(found.dynamic),
-        regions=_regions(found),
+        dynamic=tuple(found.dynamic), regions=_regions(found), unbound=found.unbound,
     )  # fmt: skip
 
 

@@ -49,14 +49,16 @@ class JitModule(torch.nn.Module):
             known[settings] = weakref.ref(function)
         own["_fusejit_function"] = function
         own["_fusejit_settings"] = settings
+        own["_fusejit_hooks"] = tuple(
+            own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        )
         own["_fusejit_ready"] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; hooks that were registered on the JitModule run around it (global ones belong to the module inside)."""
-        own = self.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        if any(self._fusejit_hooks):
             return super().__call__(*args, **kwargs)
-        return self._fusejit_function.call(None, args, kwargs)
+        return self._fusejit_function(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fusejit_function.call(None, args, kwargs)

@@ -7,7 +7,7 @@
 #   perf/gpu.sh peer          every block with torch.compile
 #   perf/gpu.sh models        blocks of transformers, eager and fused
 #   perf/gpu.sh compile       capture, codegen, kernels
-#   perf/gpu.sh launch        host time of a call: one kernel, modules, with and without gradients
+#   perf/gpu.sh launch [SELECTOR]   host time of a call: one kernel, modules, with and without gradients
 #   perf/gpu.sh seeds         the seeds' figures: select, vmap, lazy inline, HyperMap AdamW with torch's own fused step; a table at the end
 #   perf/gpu.sh bench         the table of `fusejit bench`
 # Needs Python 3.11+, torch, triton, numpy, jinja2, pytest, pytest-benchmark, and transformers for models and compile. Writes one JSON a part to
@@ -39,7 +39,7 @@ case $part in
   peer) benchmarks perf/test_blocks.py::test_block -k torch.compile ;;
   models) benchmarks perf/test_blocks.py::test_model ;;
   compile) benchmarks perf/test_compile.py ;;
-  launch) benchmarks perf/test_launch.py ;;
+  launch) benchmarks perf/test_launch.py -k "${2:-test_call}" ;;
   seeds) benchmarks perf/test_seeds.py --benchmark-quiet ;;
   bench) limit "$python" -m fusejit bench --json "$json" ;;
   *) echo "no part $part" >&2; exit 2 ;;

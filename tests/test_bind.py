@@ -130,6 +130,23 @@ def test_an_error_of_the_body_comes_out():
         jitted(x, torch.tensor([7]))
 
 
+def test_explain_says_why_calls_stay_general():
+    x = torch.ones(2)
+    for jitted, args, reason in (
+        (jit(lambda xs: xs[0] + xs[1]), ([x, x],), "an argument is a container, or marked as mutable"),
+        (jit(lambda x, k: x * k), (x, 0.0), "an argument is 0.0"),
+        (jit(lambda x, k: x * k), (x, fusejit.mutable(2.0)), "an argument is a container, or marked as mutable"),
+        (jit(lambda x, k: x * k.real), (x, 1j), "an argument is of type complex"),
+        (jit(lambda n: torch.ones(3) * n), (2,), "it has no tensor among its inputs"),
+    ):
+        assert "general way" not in str(jitted.explain(*args))
+        warm(jitted, *args)
+        assert not entries(jitted) and jitted.explain(*args).unbound == reason and reason in str(jitted.explain(*args))
+    with torch.autocast("cpu"):
+        autocast = warm(jit(lambda x: x @ x), torch.ones(2, 2))
+        assert "autocast" in autocast.explain(torch.ones(2, 2)).unbound
+
+
 # What it must not answer.
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -279,6 +280,56 @@ def test_alignment_variants_and_devices(monkeypatch):
     assert runs[-1][0] == 1 and current == [0]
     with pytest.raises(CompileError, match=r"cannot be launched on cpu tensors; set TRITON_INTERPRET=1"):
         run(torch.ones(1), torch.ones(1), torch.ones(1))
+
+
+@pytest.mark.parametrize("answer", [7, 0, TypeError("function takes 8 arguments")])
+def test_the_static_launcher_is_tried_once(answer, monkeypatch):
+    """The path of a GPU with torch's static launcher, which here writes down what it is given."""
+    launches, probes, sizes = [], [], {"global_scratch_size": 0, "profile_scratch_size": 0}
+
+    def launch_kernel(function, x, y, z, warps, shared, types, args, stream):
+        if args[1:2] == (7,):
+            probes.append(types)
+            if isinstance(answer, Exception):
+                raise answer
+            args[0].fill_(answer)
+        launches.append((function, (x, y, z), warps, shared, types, args, stream))
+
+    def binary(spec, device):
+        fake = types.SimpleNamespace(function=1, packed_metadata=2, run=lambda *args: launches.append("Triton's"))
+        fake.metadata = types.SimpleNamespace(num_warps=4, shared=96, num_ctas=1, launch_pdl=False, **sizes)
+        return fake
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            return None
+
+        def __exit__(self, *error):
+            return None
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **more: zeros(*size, **more))
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_binary", binary)
+    monkeypatch.setattr(launch, "_static", {})
+    monkeypatch.setattr(launch, "_launcher", launch.Launcher)  # without the memory of other tests
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70, raising=False)
+    monkeypatch.setattr(torch._C, "_StaticCudaLauncher", types.SimpleNamespace(_launch_kernel=launch_kernel), raising=False)
+    x = _Address(1 << 20)
+    for n in (2997, 2996):
+        adder(n)(x, x, x)
+    assert probes == ["OiOO"]
+    own = (1, (3, 1, 1), 4, 96, "OOOOO", (x, x, x, None, None), 70)
+    assert launches[-2:] == ([own] * 2 if answer == 7 else ["Triton's"] * 2)
+    sizes["global_scratch_size"] = 64  # what the static launcher cannot give
+    adder(2995)(x, x, x)
+    assert launches[-1] == "Triton's"
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------------------------

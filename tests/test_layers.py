@@ -35,7 +35,8 @@ ORDER = [
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint", "autodiff/region", "autodiff/compose"),
     *("rewrites/ensemble", "rewrites/batch"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
-    *("runtime/workers", "runtime/launch", "runtime/tune", "runtime/direct", "runtime/eager", "runtime/bind", "runtime/promise"),
+    *("runtime/workers", "runtime/static_launch", "runtime/launch", "runtime/tune", "runtime/direct", "runtime/eager", "runtime/bind"),
+    "runtime/promise",
     *("compile", "specialise", "sizes", "explain", "backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
       "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip

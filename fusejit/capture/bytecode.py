@@ -39,6 +39,7 @@ PATCHES = {
     "specialize_float": True,
     # Dynamo leaves some guards out for speed: a hook that is added later, `module.half()`, changed defaults would not be seen
     "skip_nnmodule_hook_guards": False,
+    "record_runtime_overhead": False,  # two calls around each graph that only a profiler reads
     "skip_tensor_guards_with_matching_dict_tags": False,
     "skip_guards_on_constant_func_defaults": False,
     "use_numpy_random_stream": True,  # numpy's random numbers stay numpy's

@@ -7,7 +7,7 @@ is the result, or `MISS` where anything that the specialisation depends on may d
         if receiver is not owner or kwargs or len(args) != 2: return MISS
         a0, a1, = args
         try:
-            if not (same_tensors(a0, a1, *lifted) and grad() is True and not autocast() and ... and unchanged() and not any(empty)):
+            if not (same_tensors(a0, a1, *lifted) and grad() is True and not autocast() and ... and unchanged(tables) and not any(empty)):
                 return MISS
         except ERRORS:
             return MISS
@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,9 +85,9 @@ class Bindings:
                 others.append(entry)
         self.made += 1
         made = bind(found, call, self.restless)
-        if made is None:
-            found.body = None
-        self.put(others if made is None else [made, *others[: ENTRIES - 1]])
+        if isinstance(made, str):
+            found.body, found.unbound = None, made
+        self.put(others if isinstance(made, str) else [made, *others[: ENTRIES - 1]])
 
     def learn(self, entry: Entry) -> None:
         """Count the dicts on whose account an entry stopped to hold though the guards still do."""
@@ -122,47 +123,80 @@ class Call:
         return len(given) == len(self.leaves) and all(map(operator.is_, given, self.leaves))
 
 
-def bind(found: Any, call: Call, restless: dict) -> Entry | None:
-    """Write the entry of a call; None where the general way has to check it each time."""
+def bind(found: Any, call: Call, restless: dict) -> Entry | str:
+    """Write the entry of a call, or say why the general way has to check it each time."""
     leaves, lifted = call.leaves, call.lifted
-    plain = [type(leaf) in PLAIN for leaf in leaves]
-    if not (any(plain) or lifted) or any(type(value) not in PLAIN for value in lifted) or not call.flat or beyond():
-        return None
-    values = [literal(number, leaf) for number, leaf in enumerate(leaves) if not plain[number]]
+    if reason := why_not(found, call):
+        return reason
+    given = Given(call)
     watched = watch(found.guards.writer, lifted, restless)
-    if watched is None or None in values:
-        return None
-    first: dict[int, int] = {}
-    twins = [f"a{n} is a{first[id(v)]}" for n, v in enumerate(leaves) if plain[n] and first.setdefault(id(v), n) != n]
-    scope = torch_state() | watched.scope | {f"v{number}": leaf for number, leaf in enumerate(leaves) if not plain[number]}
+    scope = torch_state() | watched.scope | {f"v{number}": leaves[number] for number in given.values}
     scope |= {"owner": call.receiver, "names": [*call.kwargs], "lifted": tuple(lifted), "local": LOCAL, "MISS": MISS, "ERRORS": ERRORS}
-    scope |= {"body": found.body, "result": found.result}
-    scope["same_tensors"] = tensor_check([*(leaves[number] for number in first.values()), *lifted])
-    rest = [] if not lifted else ["*lifted"]
-    conditions = [f"same_tensors({', '.join([*(f'a{number}' for number in first.values()), *rest])})"]
-    conditions += [*filter(None, values), *twins, *STATE, *watched.conditions]
-    inputs = [f"a{position}" for position in found.captured.positions] + rest
-    if found.pattern is not None:
-        scope |= {"memory_pattern": memory_pattern, "pattern": found.pattern}
-        conditions.append(f"memory_pattern([{', '.join(inputs)}]) == pattern")
-    source = text(call, conditions, returned(found, inputs))
+    scope |= {"body": found.body, "result": found.result, "memory_pattern": memory_pattern, "pattern": found.pattern}
+    scope["same_tensors"] = tensor_check([*(leaves[number] for number in given.distinct), *lifted])
+    tensors, inputs = given.names(given.distinct, lifted), given.names(found.captured.positions, lifted)
+    conditions = [f"same_tensors({tensors})", *given.conditions, *STATE, *watched.conditions]
+    conditions += [f"memory_pattern([{inputs}]) == pattern"] if found.pattern is not None else []
+    source = text(given, conditions, returned(found, inputs))
     # under the name of this file, so that a capture that meets an entry takes it for ours and does not look into it
     exec(compile(source, f"{__file__}, entry of {found.captured.name or 'function'}", "exec"), scope)
     again = found.lifted(leaves)  # after the versions were taken: what changed in between would go unseen
     if again is None or any(one is not other for one, other in zip(again, lifted, strict=True)):
-        return None
+        return "what it reads changed while it was bound"
     return Entry(found, call.receiver, scope["entry"], source, watched.tables)
 
 
-def text(call: Call, conditions: list[str], result: str) -> str:
+def why_not(found: Any, call: Call) -> str:
+    """Why a call cannot be bound; "" where it can."""
+    tensors = [leaf for leaf in call.leaves if type(leaf) in PLAIN]
+    if not call.flat:
+        return "an argument is a container, or marked as mutable"
+    if not (tensors or call.lifted):
+        return "it has no tensor among its inputs"
+    if any(type(value) not in PLAIN for value in call.lifted):
+        return "a tensor that it reads is of a class of its own"
+    for number, leaf in enumerate(call.leaves):
+        if type(leaf) not in PLAIN and literal(number, leaf) is None:
+            return (
+                f"an argument is {leaf!r}" if type(leaf) is float else f"an argument of type {type(leaf).__name__} is compared by the key"
+            )
+    if any("leaves[" in condition for condition, _ in found.guards.writer.guarded):
+        return "a tensor that it reads has to be one of its arguments"
+    return "the state of torch is compared by the key: autocast, a mode, a default device, or hooks on every module" if beyond() else ""
+
+
+class Given:
+    """The arguments of a call as an entry names them.
+
+    Attributes:
+        values: numbers of those that are no tensors; distinct: of the tensors, one of each.
+        conditions: that the values are what they were, and the same arguments one and the same tensor.
+        whole: `args` holds just the distinct tensors, so none needs a name.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call, leaves = call, call.leaves
+        self.values = [number for number, leaf in enumerate(leaves) if type(leaf) not in PLAIN]
+        first: dict[int, int] = {}
+        twins = [(n, first[id(v)]) for n, v in enumerate(leaves) if type(v) in PLAIN and first.setdefault(id(v), n) != n]
+        self.distinct = [*first.values()]
+        self.conditions = [str(literal(number, leaves[number])) for number in self.values] + [f"a{n} is a{other}" for n, other in twins]
+        self.whole = not self.conditions and not call.kwargs
+
+    def names(self, numbers: Sequence[int], lifted: Sequence[Tensor]) -> str:
+        """The text of some of the arguments, and the lifted tensors behind them."""
+        own = ["*args"] if self.whole and [*numbers] == [*range(len(self.call.args))] else [f"a{number}" for number in numbers]
+        return ", ".join([*own, "*lifted"] if lifted else own)
+
+
+def text(given: Given, conditions: list[str], result: str) -> str:
     """The source of an entry. Names of keywords are compared in order, which a function can see."""
+    call = given.call
     keyed = "[*kwargs] != names" if call.kwargs else "kwargs"
-    lines = [
-        "def entry(receiver, args, kwargs):",
-        f"    if receiver is not owner or {keyed} or len(args) != {len(call.args)}: return MISS",
-        *unpacked(call),
-        "    try:",
-    ]
+    lines = ["def entry(receiver, args, kwargs):"]
+    lines.append(f"    if receiver is not owner or {keyed} or len(args) != {len(call.args)}: return MISS")
+    lines += unpacked(call) if re.search(r"\ba\d+\b", " ".join([*conditions, result])) else []
+    lines.append("    try:")
     lines += [f"        if not ({' and '.join(conditions[start : start + 16])}): return MISS" for start in range(0, len(conditions), 16)]
     return "\n".join([*lines, "    except ERRORS: return MISS", f"    return {result}", ""])
 
@@ -174,9 +208,9 @@ def unpacked(call: Call) -> list[str]:
     return [f"    {given}= {what}" for given, what in ((positional, "args"), (keyed, "kwargs.values()")) if given]
 
 
-def returned(found: Any, inputs: list[str]) -> str:
+def returned(found: Any, inputs: str) -> str:
     """The expression that runs the graph and builds the user's result."""
-    call = f"body({', '.join(inputs)})" if found.spread else f"body([{', '.join(inputs)}])"
+    call = f"body({inputs})" if found.spread else f"body([{inputs}])"
     captured = found.captured
     return f"{call}[0]" if captured.structure is None and captured.outputs == (0,) else f"result({call})"
 
@@ -245,14 +279,12 @@ class Watched:
     tables: tuple[tuple[dict, int], ...] = ()
 
 
-def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched | None:
-    """Sort the guards' conditions; None where one of them compares a read value with an argument."""
+def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched:
+    """Sort the guards' conditions."""
     tables: dict[int, dict] = {}
     empty: list[Any] = []
     conditions: list[str] = []
     for condition, read in writer.guarded:
-        if "leaves[" in condition:
-            return None
         holders, contents = covered(read, writer, restless)
         if holders is None:
             conditions.append(condition)
@@ -274,8 +306,8 @@ def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched | None:
         conditions.insert(0, "not any(empty)")
     versions = tuple((table, version_of(table)) for table in tables.values())
     if tables:
-        scope["unchanged"] = dict_check(tuple(tables.values()))
-        conditions.insert(0, "unchanged()")
+        scope |= {"tables": tuple(tables.values()), "unchanged": dict_check(tuple(tables.values()))}
+        conditions.insert(0, "unchanged(tables)")
     return Watched(scope, conditions, versions)
 
 

@@ -10,8 +10,10 @@ With TRITON_INTERPRET=1 the same text runs in Triton's interpreter on CPU tensor
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,10 +22,13 @@ import torch
 
 from ..errors import CompileError, KernelAssertion
 from ..forks import renewed
+from .static_launch import static_run
 from .workers import KernelSpec, ast_source, compile_kernels, define_kernel, reason, target_arch
 
+log = logging.getLogger("fusejit")
 MANY = 48  # pointers beyond which one unaligned address counts for all
 _lock = renewed(threading.RLock())
+_static: dict[int, bool] = {}  # by device, whether torch's static launcher works there
 _binaries: dict[tuple[KernelSpec, int], Any] = {}  # (kernel, device) -> Triton's compiled kernel, loaded
 
 
@@ -86,7 +91,8 @@ class Launcher:
             raise CompileError(f"kernel {self.spec.name}: cannot be launched on {device} tensors{hint}")
         with torch.cuda.device(device.index):
             binary = _binary(self.spec, device.index)
-            self._loaded = (device.index, binary.run, binary.function, binary.packed_metadata)
+            run = static_run(binary, self.spec, functools.partial(_works, device.index)) or binary.run
+            self._loaded = (device.index, run, binary.function, binary.packed_metadata)
             self(*args)
 
     def _unaligned(self, args: tuple[Any, ...]) -> None:
@@ -180,6 +186,32 @@ def _binary(spec: KernelSpec, device: int) -> Any:
                 raise CompileError(f"kernel {spec.name} does not compile: {reason(error)}") from error
             _binaries[spec, device] = binary
         return _binaries[spec, device]
+
+
+PROBE = """@triton.jit
+def probe(out, number):
+    tl.store(out, number)
+"""
+
+
+def _works(device: int, launch: Callable) -> bool:
+    """Whether torch's static launcher runs a kernel on this device, which is the current one; tried once."""
+    with _lock:
+        if device not in _static:
+            if torch.cuda.is_current_stream_capturing():
+                return False  # the result of the probe cannot be read now
+            spec = KernelSpec(PROBE, "probe", ("*i32", "i32"), ())
+            out = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+            binary = _binary(spec, device)
+            run = static_run(binary, spec, lambda launch: True)
+            try:
+                if run is not None:
+                    stream = torch._C._cuda_getCurrentRawStream(device)
+                    run(1, 1, 1, stream, binary.function, None, None, None, None, out, 7)
+            except (RuntimeError, TypeError, ValueError) as error:  # another signature than the one known
+                log.info("torch's static launcher is not used: %s", error)
+            _static[device] = out.item() == 7
+        return _static[device]
 
 
 # -- the interpreter -------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def unguarded(found: Any, call: Call) -> Callable[..., Any]:
             return run(leaves, lifted)
 
         return general
-    inputs = [f"a{position}" for position in found.captured.positions] + (["*lifted"] if lifted else [])
+    inputs = ", ".join([f"a{position}" for position in found.captured.positions] + (["*lifted"] if lifted else []))
     source = "\n".join(["def bound(*args, **kwargs):", *unpacked(call), f"    return {returned(found, inputs)}", ""])
     scope = {"lifted": tuple(lifted), "body": found.body, "result": found.result}
     exec(compile(source, f"{__file__}, {found.captured.name or 'function'} without guards", "exec"), scope)

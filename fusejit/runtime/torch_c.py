@@ -75,8 +75,8 @@ def version_of(table: dict) -> int:
     return int(_guards.dict_version(table))
 
 
-def dict_check(tables: Sequence[dict]) -> Callable[[], bool]:
-    """Return `check() -> bool`: none of the dicts has been changed since now."""
+def dict_check(tables: Sequence[dict]) -> Callable[[tuple[dict, ...]], bool]:
+    """Return `check(tables) -> bool`, for a tuple of these very dicts: none has been changed since now."""
     given = tuple(tables)
     dynamo = sys.modules.get("torch._dynamo.guards")  # 2 s of import, and loaded already where anything was compiled
     if len(given) > 8 and dynamo is not None and hasattr(_guards, "RootGuardManager"):
@@ -84,11 +84,10 @@ def dict_check(tables: Sequence[dict]) -> Callable[[], bool]:
         for number, table in enumerate(given):
             child = tree.tuple_getitem_manager(number, f"dicts[{number}]", table, dynamo.GuardManagerType.GUARD_MANAGER)
             child.add_dict_version_guard(table, ["unchanged"], None)
-        compare = tree.check
-        return lambda: compare(given)
+        return tree.check  # type: ignore[no-any-return]
     version = _guards.dict_version
     versions = [version(table) for table in given]
-    return lambda: [*map(version, given)] == versions
+    return lambda tables: [*map(version, tables)] == versions
 
 
 # Allocation.
