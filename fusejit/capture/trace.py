@@ -134,6 +134,9 @@ REFUSED: dict[Any, tuple[str, str]] = {
     torch.autograd.backward: ("torch.autograd.backward", "runs autograd inside the graph; call it outside"),
     torch.from_numpy: ("torch.from_numpy", "would freeze the array's values; pass a tensor"),
 }
+UNKEYED = {".storage_offset()": T.storage_offset, "._is_view()": T._is_view, ".is_conj()": T.is_conj, ".is_neg()": T.is_neg,
+           ".is_inference()": T.is_inference, ".is_leaf": T.is_leaf.__get__, "._version": T._version.__get__}  # fmt: skip
+REFUSED |= {read: (name, "may differ between two tensors that run the same program") for name, read in UNKEYED.items()}
 DATA = T.data.__get__
 
 
@@ -482,6 +485,9 @@ def check_unchanged(now: Any, structure: Any, values: list[Any]) -> None:
 
 def explain_error(error: BaseException) -> BaseException:
     """Turn torch's own refusals into `Unsupported`; leave the user's exceptions as they are."""
+    if isinstance(error, AttributeError) and type(error.obj).__name__ == "FakeTensor":  # of the user's tensor, or of none
+        reason = "what Python code keeps on a tensor is no input of the graph; pass it as an argument"
+        return Unsupported(f"the attribute {error.name} of a tensor", reason, error_line(error), in_python=False)
     if isinstance(error, (Unsupported, CaptureError)) or not isinstance(error, Exception) or raised_by_user(error):
         return error
     name = type(error).__name__
