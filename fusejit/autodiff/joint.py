@@ -259,6 +259,8 @@ def route(joint: Any, given: list[Tensor], compiler: Compiler) -> Built:
     reason = why_wrapped(joint)
     state, captured = joint._aot_state, joint._aot_graph_capture
     graphs = {"joint": captured.graph_module}
+    if any(info.mutates_data and overlaps(value) for info, value in zip(state.fw_metadata.input_info, given)):
+        raise Unsupported("an input whose elements share memory is changed in place", "what that means depends on the order of the writes")
     mutates = any(info.mutates_data for info in state.fw_metadata.input_info)
     if reason:
         return wrapped(joint, compiler, graphs, reason, mutates)
@@ -277,16 +279,29 @@ def route(joint: Any, given: list[Tensor], compiler: Compiler) -> Built:
     return Built(gradient.apply, graphs, program, gradient, mutates=mutates)
 
 
+def overlaps(value: Tensor) -> bool:
+    """Whether two elements of a tensor may be one piece of memory; expanded tensors, and views with strides that do not nest."""
+    reach = 0
+    for stride, extent in sorted((stride, n) for stride, n in zip(value.stride(), value.shape) if n != 1):
+        if stride <= reach and value.numel() != 0:
+            return True
+        reach += stride * (extent - 1)
+    return False
+
+
 def why_wrapped(joint: Any) -> str:
     """Why a graph keeps torch's wrappers; "" when the thin route is right."""
     from torch._functorch._aot_autograd.schemas import MutationType, OutputType
 
     metadata = joint._aot_state.fw_metadata
+    alone = (OutputType.non_alias, OutputType.unsafe_view_alias)
     if any(getattr(wrapper, "needs_post_compile", False) for wrapper in joint._aot_graph_capture.wrappers):
+        if any(info.output_type not in alone for info in metadata.output_info):  # torch's wrappers rebuild such a result at a wrong place
+            raise Unsupported("a result that is an input's memory", "other inputs share memory and are changed in place")
         return "inputs that share memory are changed in place"
     if any(info.mutation_type is MutationType.MUTATED_OUT_GRAPH for info in metadata.input_info):
         return "an input that requires grad, or its shape, is changed in place"
-    if any(info.output_type not in (OutputType.non_alias, OutputType.unsafe_view_alias) for info in metadata.output_info):
+    if any(info.output_type not in alone for info in metadata.output_info):
         return "a result shares memory with an input or with another result"
     if metadata.num_intermediate_bases:
         return "results share memory"

@@ -21,7 +21,7 @@ import functools
 import sys
 import threading
 import types
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,7 @@ import torch
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
 from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
+from .outside import on_builtin_call, on_python_call
 from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, refill, same_items
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -45,7 +46,8 @@ PARALLEL_WAY_OUT = (
     "each of its calls prepares the exchange of gradients, which a graph does not repeat; "
     "jit the module inside it: Parallel(fusejit.jit(m))"
 )
-NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace, ChainMap, UserDict, UserList)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 ONCE = "it would run once, while capturing, and not again; move it outside the jitted function"
 REFUSED_CALLS: dict[Any, Any] = {print: ("print", ONCE + ", or use fusejit.print, which prints on every call"), input: ("input", ONCE)}
 APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
@@ -72,6 +74,7 @@ class Recorder:
         self.profiling = False
         self.silent = 0
         self.ignored: set[int] = set()
+        self.inference = torch.is_inference_mode_enabled()
 
     # Installing and removing the replaced methods.
 
@@ -157,6 +160,7 @@ class Recorder:
         """Profile hook: look at the globals of each user function as it starts; refuse calls that a graph cannot repeat."""
         if event == "call":
             code = frame.f_code
+            on_python_call(self, frame)
             if code is APPLY.__code__:  # through a name that was bound to it before the capture
                 refuse_backward(frame.f_locals["cls"], (*frame.f_locals["args"], *frame.f_locals["kwargs"].values()))
             if code in self.codes:
@@ -165,7 +169,10 @@ class Recorder:
             if kind(code.co_filename) != "torch":
                 names = frame.f_locals if code.co_freevars else {}
                 self.scan(code, frame.f_globals, {name: names[name] for name in code.co_freevars if name in names})
-        elif event == "c_call" and type(arg) is types.BuiltinFunctionType and arg in REFUSED_CALLS and not self.silent:
+        elif event == "c_call" and type(arg) is types.BuiltinFunctionType and not self.silent:
+            on_builtin_call(self, frame, arg)
+            if type(arg.__self__) is not types.ModuleType or arg not in REFUSED_CALLS:
+                return
             if kind(frame.f_code.co_filename) == "torch":
                 return
             op, reason = REFUSED_CALLS[arg]
@@ -207,6 +214,8 @@ class Recorder:
         self.silent += 1
         try:
             table = getattr(obj, "__dict__", None)
+            if name == "forward":
+                self.note_type(obj)
             if type(table) is not dict:
                 self.add("attribute", obj, name, value)
             elif name in table:
@@ -234,6 +243,11 @@ class Recorder:
                     if users_class(nearer):
                         self.add("absent", class_table(nearer), name, None)
                 return
+
+    def note_type(self, obj: Any) -> None:
+        """Record the class of an object, which may be given another: torch's parametrizations and `fully_shard` do that."""
+        self.reads.setdefault((id(obj), "attribute", "__class__"), Read("attribute", obj, "__class__", type(obj)))
+        self.watched.setdefault(id(obj), obj)
 
     def note_special(self, cls: type) -> None:
         """Record the special methods of a user's class (`__call__`, `__getitem__`, ...), which Python looks up past `__getattribute__`."""
@@ -296,8 +310,11 @@ class Recorder:
             if torch_state(table) and hasattr(table, name) and type(getattr(table, name)) in LEAVES:
                 self.add("attribute", table, name, getattr(table, name))
             value = vars(table).get(name)
-            if type(value) is types.FunctionType and value in STATE:
+            if type(value) in FUNCTIONS and value in STATE:
                 self.add("call", value, name, value())
+            elif type(value) in FUNCTIONS and not followable(table):  # of torch: some programs put functions of their own in their place
+                self.scopes.add(id(vars(table)))
+                self.reads.setdefault((id(vars(table)), "item", name), Read("item", vars(table), name, value))
             table = vars(table) if followable(table) else {}
         self.scopes.add(id(table))
         if name in table:
@@ -324,6 +341,9 @@ class Recorder:
         elif kind_of is functools.partial:
             for name in ("func", "args", "keywords"):
                 self.add("attribute", value, name, getattr(value, name))
+        elif kind_of is functools._lru_cache_wrapper:  # a call may find its result there, and read nothing
+            self.watch(value.__wrapped__)
+            self.scan(value.__wrapped__.__code__, value.__wrapped__.__globals__)
         elif isinstance(value, CONTAINERS):
             self.watch_container(value, depth)
         elif isinstance(value, type):
@@ -351,9 +371,15 @@ class Recorder:
 
     def watch_class(self, cls: type) -> None:
         """Compare all that a class of the user's holds: Python lets no one see which of it is read."""
-        for table in map(class_table, filter(users_class, cls.__mro__)):
+        nearer: list[Any] = []
+        classes: list[type] = [*cls.__mro__, *type.mro(type(cls))]
+        for table in [class_table(each) for each in classes if users_class(each)]:
             for name in [name for name in table if not name.startswith("__")]:
                 self.add("item", table, name, table[name])
+                for other in nearer:
+                    if name not in other:
+                        self.add("absent", other, name, None)
+            nearer.append(table)
 
     def watch_container(self, value: Any, depth: int) -> None:
         if isinstance(value, (list, dict, set, deque)):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import types
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from . import tree
-from .reads import CONTAINERS, Read
+from .reads import CONTAINERS, Contents, Read, contents
 from .trace import Captured
 
 Tensor = torch.Tensor
@@ -54,6 +55,8 @@ def value_key(value: Any) -> Any:
         return (kind, frozenset(map(value_key, value)))
     if kind.__module__ == "numpy" and hasattr(value, "dtype"):
         return (kind, repr(value))
+    if kind is bytearray or kind is array:
+        return (kind, contents(value))
     return (kind, id(value))
 
 
@@ -184,7 +187,9 @@ class Writer:
             return f"{read.name!r} not in {self.pin(read.table)}"
         value, text = read.value, self.expression(read)
         if isinstance(value, Tensor):
-            return None if id(value) in self.lifted_ids else f"type({text}) is {self.pin(type(value))}"
+            return self.tied(value, text) if id(value) in self.lifted_ids else f"type({text}) is {self.pin(type(value))}"
+        if isinstance(read.snapshot, Contents):
+            return f"frozen_same({text}, {self.pin(read.snapshot)})"
         if value is None or value is True or value is False:
             return f"{text} is {value}"
         if isinstance(value, CONTAINERS):
@@ -197,6 +202,12 @@ class Writer:
         if type(value) is types.MethodType:
             return f"{text} == {self.pin(value)}"
         return f"{text} is {self.pin(value)}"
+
+    def tied(self, value: Tensor, text: str) -> str | None:
+        """The text that is true while two places hold one tensor; None for the place where the tensor check finds it."""
+        source = self.captured.recorder.sources.get(id(value))
+        found = self.pin(value) if source is None else self.expression(source)
+        return None if found == text else f"{text} is {found}"
 
     def write(self) -> tuple[str, dict[str, Any]]:
         captured, recorder = self.captured, self.captured.recorder
@@ -225,7 +236,7 @@ class Writer:
             "        return None",
         ]
         self.count = len(self.conditions) + len(results)
-        self.scope |= {"same": same, "equal": equal}
+        self.scope |= {"same": same, "equal": equal, "frozen_same": frozen_same}
         return "\n".join(lines) + "\n", self.scope
 
     def tensor_lines(self, number: int, value: Tensor, read: Read | None) -> list[str]:
@@ -264,11 +275,11 @@ def frozen_same(now: Any, then: Any) -> bool:
     if now is then:
         return True
     if isinstance(then, dict):
-        return (
-            isinstance(now, dict) and now.keys() == then.keys() and all(frozen_same(dict.__getitem__(now, key), then[key]) for key in then)
-        )
+        return isinstance(now, dict) and list(now) == list(then) and all(frozen_same(dict.__getitem__(now, key), then[key]) for key in then)
     if isinstance(then, list):
         return isinstance(now, (list, tuple, deque)) and len(now) == len(then) and all(map(frozen_same, now, then))
     if isinstance(then, frozenset):
         return bool(now == then)
+    if isinstance(then, Contents):
+        return contents(now) == then
     return isinstance(then, (*VALUES, enum.Enum)) and equal(now, then)

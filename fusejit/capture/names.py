@@ -27,6 +27,9 @@ STATE = frozenset(
     {
         torch.get_float32_matmul_precision,
         torch.get_num_threads,
+        torch.get_num_interop_threads,
+        torch.is_anomaly_enabled,
+        torch.is_anomaly_check_nan_enabled,
         torch.is_deterministic_algorithms_warn_only_enabled,
         torch.get_deterministic_debug_mode,
     }

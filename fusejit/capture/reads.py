@@ -8,16 +8,21 @@ In: a value that the function read. Out: a `Read` with a frozen copy of it, agai
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from ..errors import Unsupported
+
 DEPTH = 4
 """How deep lists, tuples, dicts and sets are followed and compared."""
 WIDTH = 1000
 """The most elements of one container that are followed."""
+BYTES = 1 << 20
+"""The most bytes of a numpy array (or the like) that are compared at each call."""
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
@@ -58,13 +63,42 @@ class Effect:
         return f"{self.target} was {self.action}" + (f" at {self.line}" if self.line else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The bytes of a numpy array, `bytearray` or `array`, as they were."""
+
+    layout: Any
+    data: bytes
+
+
+def contents(value: Any) -> Contents | None:
+    """The bytes of a Python object that holds numbers and may change in place; None for any other.
+
+    Raises:
+        Unsupported: they are more than `BYTES`, too many to be compared at each call.
+    """
+    cls, layout = type(value), None
+    if cls is bytearray:
+        size = len(value)
+    elif cls is array:
+        layout, size = value.typecode, len(value) * value.itemsize
+    elif cls.__module__ == "numpy" and cls.__name__ == "ndarray":
+        layout, size = (value.dtype, value.shape), value.nbytes
+    else:
+        return None
+    if size > BYTES:
+        raise Unsupported(f"a {cls.__name__} of {size} bytes", "its numbers would be constants of the graph; pass it as a tensor")
+    return Contents(layout, bytes(value) if cls is bytearray else value.tobytes())
+
+
 def freeze(value: Any, depth: int = DEPTH, before: Mapping[int, Any] = MappingProxyType({})) -> Any:
     """Copy containers to the stated depth, so that a later change shows; everything else is kept as it is.
 
     `before` gives, by id, the old contents of containers that have been changed since.
     """
     if not depth or not isinstance(value, CONTAINERS):
-        return value
+        found = contents(value)
+        return value if found is None else found
     value = before.get(id(value), value)
     if isinstance(value, dict):
         return {key: freeze(item, depth - 1, before) for key, item in copied(value).items()}

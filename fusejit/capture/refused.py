@@ -40,4 +40,7 @@ REFUSED: dict[Any, tuple[str, str]] = {
     torch.autograd.backward: ("torch.autograd.backward", "runs autograd inside the graph; call it outside"),
     torch.from_numpy: ("torch.from_numpy", "would freeze the array's values; pass a tensor"),
 }
+UNKEYED = {".storage_offset()": T.storage_offset, "._is_view()": T._is_view, ".is_conj()": T.is_conj, ".is_neg()": T.is_neg,
+           ".is_inference()": T.is_inference, ".is_leaf": T.is_leaf.__get__, "._version": T._version.__get__}  # fmt: skip
+REFUSED |= {read: (name, "may differ between two tensors that run the same program") for name, read in UNKEYED.items()}
 DATA = T.data.__get__

@@ -464,6 +464,9 @@ def check_unchanged(now: Any, structure: Any, values: list[Any]) -> None:
 
 def explain_error(error: BaseException) -> BaseException:
     """Turn torch's own refusals into `Unsupported`; leave the user's exceptions as they are."""
+    if isinstance(error, AttributeError) and type(error.obj).__name__ == "FakeTensor":  # of the user's tensor, or of none
+        reason = "what Python code keeps on a tensor is no input of the graph; pass it as an argument"
+        return Unsupported(f"the attribute {error.name} of a tensor", reason, error_line(error), in_python=False)
     if isinstance(error, (Unsupported, CaptureError)) or not isinstance(error, Exception) or raised_by_user(error):
         return error
     name = type(error).__name__

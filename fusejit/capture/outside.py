@@ -1,0 +1,68 @@
+"""What a function asks of the process around it: environment variables, context variables, torch's switches.
+
+In: a call that the profile hook of a capture sees. Out: reads of the recorder, which become guards, or a refusal.
+
+    >>> on_python_call(recorder, frame)    # of os.environ["SCALE"]
+    >>> recorder.reads
+    {...: Read('item', os.environ, 'SCALE', '2')}
+
+Such a call reads no attribute or global of the user's by name, so that the recorder's other means do not see it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ..errors import Unsupported
+from .lines import frame_line, kind
+from .reads import MISSING, Read
+
+ENVIRONMENT = type(os.environ).__getitem__.__code__
+AROUND = frozenset({os.getenv.__code__, Mapping.get.__code__, Mapping.__contains__.__code__})
+"""Between a user's call and the one that reads the environment."""
+INFERENCE = "the capture itself runs outside inference mode, and would see that"
+
+
+def on_python_call(recorder: Any, frame: types.FrameType) -> None:
+    """Record a read of an environment variable by code that is not torch's."""
+    if frame.f_code is not ENVIRONMENT or frame.f_locals.get("self") is not os.environ:
+        return
+    caller = frame.f_back
+    while caller is not None and caller.f_code in AROUND:
+        caller = caller.f_back
+    name = frame.f_locals["key"]
+    if caller is None or not isinstance(name, str) or kind(caller.f_code.co_filename) == "torch":
+        return
+    value = os.environ._data.get(os.environ.encodekey(name), MISSING)  # type: ignore[attr-defined]  # `in` would come here again
+    if value is MISSING:
+        remember(recorder, Read("absent", os.environ, name, None))
+    else:
+        remember(recorder, Read("item", os.environ, name, os.environ.decodevalue(value)))  # type: ignore[attr-defined]
+
+
+def on_builtin_call(recorder: Any, frame: types.FrameType, called: Any) -> None:
+    """Record a read of a context variable; refuse a question to which a capture knows no answer."""
+    owner = called.__self__
+    if kind(frame.f_code.co_filename) == "torch":
+        return
+    if type(owner) is ContextVar and called.__name__ == "get":
+        value = owner.get(MISSING)
+        remember(recorder, Read("call", functools.partial(owner.get, MISSING), owner.name, value))
+    elif called is torch.is_inference_mode_enabled and recorder.inference:
+        raise Unsupported("torch.is_inference_mode_enabled", INFERENCE, frame_line(frame))
+
+
+def remember(recorder: Any, read: Read) -> None:
+    """Keep a read whose value holds nothing to follow."""
+    owner = read.table.func.__self__ if isinstance(read.table, functools.partial) else read.table  # type: ignore[attr-defined]
+    recorder.reads.setdefault((id(owner), read.how, read.name), read)
+    recorder.watched.setdefault(id(owner), owner)
+    if owner is os.environ:
+        recorder.scopes.add(id(owner))  # every block's
