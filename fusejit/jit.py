@@ -21,7 +21,6 @@ from .function import JitFunction
 from .module import JitModule
 from .specialise import BACKENDS, LEVELS, MODES, NUMERICS, Settings, check
 
-
 CHOICES = {
     "fullgraph": (False, True),
     "fast_math": (False, True),
