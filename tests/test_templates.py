@@ -7,6 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import fusejit
+from fusejit.codegen.cost import machine
+from fusejit.codegen.plan import Alloc
+from fusejit.codegen.render import render
+from fusejit.codegen.schedule import schedule
+from fusejit.codegen.split import split
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -164,6 +169,30 @@ def test_mixed_is_refused_where_partial_results_cost_more():
     assert "reduction_mixed" not in [k.template for k in kernels]
 
 
+# -- columns ----------------------------------------------------------------------------------------------------------------------------
+def gelu_backward_bias(g, x):
+    grad = torch.ops.aten.gelu_backward(g, x, approximate="tanh")
+    return grad, grad.sum(0)
+
+
+@pytest.mark.parametrize("rows, columns", [(8192, 4096), (4096, 16_384), (262_144, 256), (8192, 4097)])
+@pytest.mark.parametrize("f", [lambda g, x: x.sum(0), gelu_backward_bias], ids=["column_sum", "bias_gradient"])
+def test_columns_for_h100(f, rows, columns):
+    """A line of the cache of each row, a full device, no spills; with few columns pieces of the rows and a small second kernel."""
+    x = meta(rows, columns)
+    kernels = for_h100(f, meta(rows, columns), x)
+    first = kernels[0]
+    assert dict(first.constants)["XBLOCK"] * 2 == 128 and first.grid[0] >= 132 and first.n_spills == 0
+    assert first.wide_loads or columns % 8
+    assert len(kernels) == 1 + (columns < 64 * 132) and sum(k.bytes_read for k in kernels[1:]) < 0.01 * first.bytes_read
+
+
+@pytest.mark.parametrize("shape", [(4100, 24), (5000, 7), (4099, 24)], ids=str)
+def test_what_is_written_beside_a_column_sum(shape):
+    """Pieces of the rows write it; where the last piece is shorter, a kernel of its own does."""
+    compare(gelu_backward_bias, (torch.randn(shape), torch.randn(shape)))
+
+
 # -- nested: segments of a row, the row, and what follows, of one read --------------------------------------------------------------------
 def group_norm_silu(x, w, b, groups):
     return F.silu(F.group_norm(x, groups, w, b))
@@ -258,6 +287,25 @@ def test_pieces_of_infinity_and_nan(name):
     compare(f, (x,))
 
 
+@pytest.mark.parametrize("name, launches", [("logsumexp", 2), ("var_mean", 2), ("layer_norm", 3), ("softmax", 3)])
+@pytest.mark.parametrize("rows, columns", [(16, 50_257), (16, 131_072), (64, 262_144)])
+def test_pieces_of_few_long_rows_are_read_once(name, launches, rows, columns):
+    """Each piece stays in registers: one read of the row for its maximum and sum, its mean and squares, and one for what is written."""
+    from test_codegen import fused
+
+    device = machine("sm_90")
+    program = split(fused(FEW_ROWS[name][0], meta(rows, columns))[0], device)
+    kernels = [render(*schedule(s, device), program.buffers) for s in program.steps]
+    if len(kernels) == 1:  # left whole: too little to read for another launch to pay
+        assert rows * columns < 2**20 and name in ("logsumexp", "var_mean")
+        return
+    assert len(kernels) == launches
+    pieces, *_, last = kernels
+    assert pieces.template == "reduction_persistent" and pieces.grid[0] >= 132
+    moved = 2 * rows * columns
+    assert pieces.bytes_read == moved and (last.template != "pointwise" or last.bytes_read + last.bytes_written < 2.01 * moved)
+
+
 def test_ties_go_to_the_first_place():
     x = torch.zeros(2, LONG)
     x[0, [700, 30_000, 39_999]] = 4.0
@@ -293,6 +341,38 @@ def looped(monkeypatch):
 
 
 LOOPED = [*FEW_ROWS, "batch_norm"]
+
+
+def reused(jitted, *args):
+    """{result: the operand whose memory it takes}"""
+    return {s.buffer.name: s.reuse for s in jitted.program(*args).steps if isinstance(s, Alloc) and s.reuse}
+
+
+def test_a_loop_takes_over_what_it_reads_no_more(looped):
+    """The last pass over a row may write where it reads; an earlier pass must leave the row to those after it."""
+    x, w = torch.randn(5, 8), torch.randn(8, 700)
+    jitted = compare(lambda x, w: (x @ w).softmax(-1), (x, w))
+    assert len(reused(jitted, x, w)) == 1
+
+    def early_and_late(x, w):
+        scores = x @ w
+        return scores * 2, scores.softmax(-1)
+
+    jitted = compare(early_and_late, (x, w))
+    (taken,) = reused(jitted, x, w).items()
+    assert taken[0] == jitted.program(x, w).outputs[1].buffer
+
+
+def test_a_walk_takes_over_the_rows_that_it_keeps():
+    """A mixed reduction whose row is in registers may write it where it was read."""
+    x, w = torch.randn(300, 8), torch.randn(8, 65)
+
+    def f(x, w):
+        y = (x @ w).softmax(-1)
+        return y, y.sum(0)
+
+    jitted = compare(f, (x, w))
+    assert forward_templates(jitted, x, w)[0] == "reduction_mixed" and len(reused(jitted, x, w)) == 1
 
 
 def test_segments_in_a_loop(looped):

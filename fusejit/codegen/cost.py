@@ -192,15 +192,17 @@ def _widest(cluster: Cluster) -> int:
 
 
 def pays_to_split(cluster: Cluster, passes: int, device: Device) -> bool:
-    """Whether rows are better cut into pieces, two launches more, than left to one program each that reads them in `passes` passes."""
+    """Whether rows are better cut into pieces (one or two launches more) than left to one program each, which reads them in `passes`."""
     rows, columns = product(cluster.parallel), product(cluster.reduce)
     read = sum(n.dtype.itemsize for n in full(cluster)) * rows * columns
     written = sum(s.dtype.itemsize for s in cluster.stores if any((s.layout.strides or ())[len(cluster.parallel) :])) * rows * columns
     share = min(1.0, ALONE * rows / device.sms)  # of the memory that so many programs can keep busy
     whole = (read + written) / (device.bandwidth * share) + (passes - 1) * read / (device.l2_bandwidth * share)
     fits = read <= device.l2_bytes
-    pieces = (read + written) / device.bandwidth + read / (device.l2_bandwidth if fits else device.bandwidth)
-    return pieces + 2e-6 * device.launch_us < whole
+    pieces = (read + written) / device.bandwidth
+    if not written:  # nothing follows along the row
+        return pieces + 1e-6 * device.launch_us < whole
+    return pieces + read / (device.l2_bandwidth if fits else device.bandwidth) + 2e-6 * device.launch_us < whole
 
 
 def full(cluster: Cluster) -> set[Load]:

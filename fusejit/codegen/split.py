@@ -61,6 +61,7 @@ def _length(cluster: Cluster, device: Device) -> int:
     if columns < LONG[upright] or programs >= enough or (again and not pays_to_split(cluster, _passes(cluster, device), device)):
         return 0
     wanted = min(2 * device.sms // max(1, programs), columns // (LONG[upright] // 8))
+    wanted = wanted if upright else max(wanted, -(-columns // device.row_values))  # a piece stays in registers
     return _even(cluster.reduce, columns, wanted)
 
 
@@ -71,10 +72,10 @@ def _passes(cluster: Cluster, device: Device) -> int:
 def _even(reduce: Sequence[int], columns: int, wanted: int) -> int:
     """Return the length of `wanted` pieces: a divisor of the row where a near one is, first one that cuts no axis."""
     steps = [product(reduce[i:]) for i in range(len(reduce) + 1)]
-    divisors = [d for d in range(max(2, wanted // 4), wanted + 1) if columns % d == 0]
+    divisors = [d for d in range(max(2, wanted // 4), 2 * wanted + 1) if columns % d == 0]
     nesting = [d for d in divisors if all(columns // d % n == 0 or n % (columns // d) == 0 for n in steps)]
     if nesting or divisors:
-        return columns // (nesting or divisors)[-1]
+        return columns // min(nesting or divisors, key=lambda d: (d > wanted, abs(d - wanted)))
     if len(reduce) > 1 or wanted < 2:
         return 0
     return -(-columns // wanted // 256) * 256  # the last piece is shorter: masked
