@@ -15,7 +15,7 @@ ORDER = [
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
     "codegen/algebra",
     *("codegen/views", "codegen/random"),
-    *("codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
+    *("codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/onehot", "codegen/rules"),
     "codegen/order",
     *("codegen/cost", "codegen/schedule", "codegen/online", "codegen/split", "codegen/align"),
     *("codegen/pressure", "codegen/mix", "codegen/nest", "codegen/fuse"),

@@ -71,7 +71,7 @@ def _template(name: str) -> Any:
 
 
 def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
-    words = [n.op for n in order if isinstance(n, (Compute, Reduce)) and n.op not in ("cast", *INDEX_OPS, "checked_index")]
+    words = [n.op for n in order if isinstance(n, (Compute, Reduce)) and not n.op.startswith(("cast", "checked_", *INDEX_OPS))]
     short = {
         "reduction_persistent": "row",
         "reduction_mixed": "both",

@@ -24,6 +24,7 @@ from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
 from .layout import Affine, Reshape, contiguous, permute, slice_, strided
 from .lower import CHECKS, Buffer, Lowering, Rule
+from .onehot import one_hot_sum
 from .ops import DTYPES, OPS
 from .size import product
 from .views import VIEWS
@@ -90,7 +91,10 @@ def _reduce(op: str) -> Rule:
         x = low.values[node.args[0]]
         inner = torch.bool if op in ("any", "all") else accumulator(out.dtype)
         x = compute("ne", x, const(0, x.dtype), dtype=torch.bool) if inner is torch.bool and x.dtype is not torch.bool else cast(x, inner)
-        if product(source.shape[d] for d in chosen) != 1:
+        known = one_hot_sum(x, tuple(source.shape), chosen[0]) if op == "sum" and len(chosen) == 1 else None
+        if known is not None:
+            x = known
+        elif product(source.shape[d] for d in chosen) != 1:
             x = reduce_to_buffer(low, node, x, chosen, op, inner)
         return cast(_drop(x, source.dim(), chosen, source.shape, keepdim), out.dtype)
 

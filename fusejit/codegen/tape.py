@@ -72,7 +72,7 @@ class Tape:
         if isinstance(node, Compute) and node.op == "checked_probability":
             self.writer.asserts = True
             lines.append(f"fj.check_probability({name}, {self.writer.mask([], columns=self.writer.full[node]) or 'None'})")
-        if isinstance(node, Compute) and node.op == "checked_index":
+        if isinstance(node, Compute) and node.op in ("checked_index", "checked_place"):
             self.writer.asserts = True
             mask = self.writer.mask([], columns=self.writer.full[node]) or "None"
             lines.append(f"fj.check_index({name}, {self.text(node.args[1])}, {mask})")
