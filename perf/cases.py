@@ -147,6 +147,10 @@ def qk_norm_rope(query: Tensor, key: Tensor, query_weight: Tensor, key_weight: T
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
+def cumsum(x: Tensor) -> Tensor:
+    return x.cumsum(-1)
+
+
 def argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
 
@@ -271,6 +275,9 @@ FAMILIES += (
     Family(
         Block("cross_entropy", ENTROPY.fn, _labelled, "rows, classes", _rows(32768), ROWS),
         _rows, ODD_ROWS, (0, 1), lengths=VOCABULARIES, passes=("forward", "both"),
+    ),
+    Family(
+        Block("cumsum", cumsum, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, lengths=(4096, 8192, 16384, 32768, 131072)
     ),
 )  # fmt: skip
 BY_NAME = {family.block.name: family for family in FAMILIES}

@@ -26,6 +26,7 @@ from .layout import Affine, Reshape, contiguous, permute, slice_, strided
 from .lower import CHECKS, Buffer, Lowering, Rule
 from .onehot import one_hot_sum
 from .ops import DTYPES, OPS
+from .scans import SCAN_CHECKS, SCANS
 from .size import product
 from .views import VIEWS
 
@@ -440,7 +441,7 @@ RULES: dict[str, Rule] = {
     "copy.default": lambda low, n: cast(low.expr(n.args[1], n.meta["val"].shape), n.meta["val"].dtype),
     "diagonal_scatter.default": _diagonal_scatter,
     "split_with_sizes.default": _split, "split.Tensor": _split, "as_strided.default": _as_strided,
-    **INDEXING,
+    **INDEXING, **SCANS,
 }  # fmt: skip
 for _op, _overloads in {
     "sum": "default dim_IntList",
@@ -460,7 +461,7 @@ CHECKS |= {
     if name.split(".")[0] in ("mean", "var", "var_mean", "max", "min", "sum", "prod", "any", "all", "amax", "amin", "argmax", "argmin")
 }
 CHECKS |= {
-    **INDEXING_CHECKS,
+    **INDEXING_CHECKS, **SCAN_CHECKS,
     "cat.default": _tensors_small, "as_strided.default": _is_contiguous,
     "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,
