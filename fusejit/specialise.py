@@ -310,6 +310,7 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     """Trace the joint graph and compile it with fusejit's own back end."""
     from .autodiff.attention import retarget_attention
     from .autodiff.compose import compose
+    from .autodiff.cumprod import scan_cumprods
     from .autodiff.joint import build
     from .autodiff.region import Toolchain, call_regions
     from .codegen import decompose, random
@@ -335,7 +336,8 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
 
     start = time.perf_counter()
     elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
-    rewrite = retarget_attention if elsewhere else lambda module: module
+    rewrite = (lambda module: scan_cumprods(retarget_attention(module))) if elsewhere else scan_cumprods
+    rewrite = (lambda module: module) if plain else rewrite
     flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain)))
     decompositions = {} if plain else random.with_draws(decompose.table(), settings.numerics)
     tools = Toolchain(region_compiler(options), decompositions, rewrite, flavour)

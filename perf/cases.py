@@ -147,6 +147,10 @@ def qk_norm_rope(query: Tensor, key: Tensor, query_weight: Tensor, key_weight: T
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
+def cumsum(x: Tensor) -> Tensor:
+    return x.cumsum(-1)
+
+
 def argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
 
@@ -213,7 +217,13 @@ def _attention(width: int) -> Shape:
     return (4, ELEMENTS // (4 * 32 * width), 32, width)
 
 
+def _labelled(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    """logits (rows, classes), target (rows)."""
+    return t(*shape), t.integers(shape[1], shape[0])
+
+
 ROWS, ODD_ROWS = (6, 96), (5, 33)
+VOCABULARIES = (128256, 32768, 50257, 262144)
 FAMILIES: tuple[Family, ...] = (
     Family(Block("rms_norm", rms_norm, _weighted, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (0, 1)),
     Family(Block("layer_norm", layer_norm, _scaled, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, (0, 1)),
@@ -254,6 +264,20 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         Block("argmax", argmax, lambda s, t: (t(*s, grad=False),), "rows, columns", _rows(4096), ROWS, grad=False),
         _rows, ODD_ROWS, passes=("forward",),
+    ),
+)  # fmt: skip
+DROPOUT, ENTROPY = BLOCKS["dropout_residual_layer_norm"], BLOCKS["cross_entropy"]
+FAMILIES += (
+    Family(
+        Block("dropout_add_layer_norm", DROPOUT.fn, DROPOUT.arguments, "rows, columns", _rows(4096), ROWS, reference=DROPOUT.reference),
+        _rows, ODD_ROWS, (2, OUTPUT), lengths=(4096, 1024, 8192, 16384), passes=("forward", "both"),
+    ),
+    Family(
+        Block("cross_entropy", ENTROPY.fn, _labelled, "rows, classes", _rows(32768), ROWS),
+        _rows, ODD_ROWS, (0, 1), lengths=VOCABULARIES, passes=("forward", "both"),
+    ),
+    Family(
+        Block("cumsum", cumsum, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, lengths=(4096, 8192, 16384, 32768, 131072)
     ),
 )  # fmt: skip
 BY_NAME = {family.block.name: family for family in FAMILIES}

@@ -76,6 +76,19 @@ class Reduce(Node):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scan(Node):
+    """A running reduction of the op table along the whole row: up to each place, or with `reverse` from each place on.
+
+    `place` counts along the row. Ops that end in "_at" give the place of a running maximum or minimum.
+    """
+
+    op: str
+    source: Expr
+    place: Expr
+    reverse: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Random(Node):
     """A number of a counter-based generator: `kind` (rand, randn), `seed` an int64 expression, `offset` the counter."""
 
@@ -84,7 +97,7 @@ class Random(Node):
     offset: Expr
 
 
-Expr: TypeAlias = "Const | Iota | Load | Compute | Reduce | Random"
+Expr: TypeAlias = "Const | Iota | Load | Compute | Reduce | Scan | Random"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -135,6 +148,10 @@ def reduction(op: str, *args: Expr, dtype: torch.dtype) -> Expr:
     return _intern(Reduce, dtype, op, args)
 
 
+def scan(op: str, source: Expr, place: Expr, reverse: bool, dtype: torch.dtype) -> Expr:
+    return _intern(Scan, dtype, op, source, place, reverse)
+
+
 def random(kind: str, seed: Expr, offset: Expr, dtype: torch.dtype) -> Expr:
     return _intern(Random, dtype, kind, seed, offset)
 
@@ -156,6 +173,8 @@ def children(node: Expr) -> tuple[Expr, ...]:
             return (*(e for e, _ in node.index), *((node.mask,) if node.mask is not None else ()))
         case Random():
             return (node.seed, node.offset)
+        case Scan():
+            return (node.source, node.place)
     return ()
 
 
@@ -203,6 +222,8 @@ def _rebuild(node: Expr, new: dict[Expr, Expr]) -> Expr:
             return load(node.buffer, node.layout, node.dtype, index, mask, node.fill)
         case Random():
             return random(node.kind, new[node.seed], new[node.offset], node.dtype)
+        case Scan():
+            return scan(node.op, new[node.source], new[node.place], node.reverse, node.dtype)
     return node
 
 

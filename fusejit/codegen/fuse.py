@@ -23,6 +23,7 @@ from .order import order, reads, writes
 from .pattern import Foreach, pattern, places
 from .pressure import worth_it
 from .realize import MAX_WEIGHT, weight
+from .scans import out_of_order, scans
 from .schedule import column_reduction
 from .size import product
 
@@ -261,7 +262,7 @@ class _Fusing:
         rows: dict[int, tuple[int, int]] = {}
         columns: dict[tuple[int, int], list[int]] = {}
         for i, step in self.steps.items():
-            if isinstance(step, Cluster) and any(isinstance(n, Reduce) for n in step.order):
+            if isinstance(step, Cluster) and any(isinstance(n, Reduce) for n in step.order) and not scans(step):
                 key = product(step.parallel), product(step.reduce)
                 if column_reduction(step):
                     columns.setdefault(key, []).append(i)
@@ -335,6 +336,8 @@ class _Fusing:
 
 
 def _check(a: Cluster, b: Cluster, merged: Cluster, buffers: dict[str, Buffer]) -> None:
+    if reason := out_of_order(merged):
+        raise Refused(reason)
     size = weight(merged.order)
     if size > MAX_WEIGHT:
         raise Refused(f"{size} ops in one kernel, {MAX_WEIGHT} at most")

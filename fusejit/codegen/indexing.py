@@ -34,10 +34,15 @@ def _arguments(node: Node) -> tuple[Any, ...]:
     return node.args
 
 
-def _gathered(low: Lowering, source: Node, places: dict[int, Expr], kept: dict[int, int], shape: tuple[int, ...]) -> Expr:
-    """Return source[...] over `shape`: dimension d is at data-dependent `places[d]`, or runs along the result's axis kept[d]."""
+def _gathered(
+    low: Lowering, source: Node, places: dict[int, Expr], kept: dict[int, int], shape: tuple[int, ...], check: str = "checked_place"
+) -> Expr:
+    """Return source[...] over `shape`: dimension d is at data-dependent `places[d]`, or runs along the result's axis kept[d].
+
+    `check`: "checked_index" lets negative places count from the end, as only x[...] does; "checked_place" refuses them.
+    """
     old = tuple(source.meta["val"].shape)
-    checked = {d: compute("checked_index", cast(e, INDEX), const(old[d], INDEX), dtype=INDEX) for d, e in places.items()}
+    checked = {d: compute(check, cast(e, INDEX), const(old[d], INDEX), dtype=INDEX) for d, e in places.items()}
     change = Affine(shape, tuple((0, ((kept[d], 1),)) if d in kept else (0, ()) for d in range(len(old))))
     value = low.values[source]
     grows = not isinstance(value, Load) and product(shape) > product(old)
@@ -100,7 +105,7 @@ def _index(low: Lowering, node: Node) -> Expr:
     places = {}
     for d in used:
         (places[d],) = view([low.expr(indices[d], block)], change)
-    return _gathered(low, source, places, kept, shape)
+    return _gathered(low, source, places, kept, shape, "checked_index")
 
 
 def _gather(low: Lowering, node: Node) -> Expr:
@@ -131,8 +136,8 @@ def _scatter(low: Lowering, node: Node) -> Expr:
     target, dim, index, source = _arguments(node)[:4]
     out = node.meta["val"]
     shape, dtype, dim = tuple(out.shape), out.dtype, dim % out.dim()
-    wrapped = compute("checked_index", cast(low.expr(index, shape), INDEX), const(shape[dim], INDEX), dtype=INDEX)
-    here = compute("eq", place(shape, dim), wrapped, dtype=torch.bool)
+    checked = compute("checked_place", cast(low.expr(index, shape), INDEX), const(shape[dim], INDEX), dtype=INDEX)
+    here = compute("eq", place(shape, dim), checked, dtype=torch.bool)
     value = cast(low.expr(source, shape), dtype) if isinstance(source, Node) else const(source, dtype)
     return compute("where", here, value, low.values[target], dtype=dtype)
 

@@ -36,6 +36,8 @@ def lanes(writer: Any, node: Random, begins: dict[str, str]) -> tuple[list[str],
     Args:
         writer: of the kernel (render.py). begins: where tiles begin here, if not where the template says.
     """
+    if getattr(writer, "peel", None) or getattr(writer.cluster, "segments", 0):  # tiles there do not begin where the table says
+        return None
     variable = _along(writer, node)
     known = BEGINS.get(writer.tiles.template, {})
     if variable is None or variable not in known or any(_varies(n) for n in postorder([node.seed])):

@@ -212,6 +212,7 @@ _ROWS: list[Op] = [
     _row("index_div", "({0} // {1})", dtypes="int"),
     _row("index_mod", "({0} % {1})", dtypes="int"),
     _row("checked_index", "fj.wrap({0}, {1})", dtypes="int"),  # the renderer adds the assertion that it is in bounds
+    _row("checked_place", "{0}", dtypes="int"),  # the same, of what must not be negative
     _row("checked_probability", "{0}", "fusejit.probability", "float"),  # and that it is in [0, 1]
     _row("neg", "fj.neg({0})", "neg, negative"),
     _row("abs", "tl.abs({0})", "abs, absolute", "any", build=f.by_kind("abs", "pass")),

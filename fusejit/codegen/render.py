@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import Unsupported
-from .cluster import Cluster, Compute, Expr, Iota, Load, Reduce, Store, children, postorder
+from .cluster import Cluster, Compute, Expr, Iota, Load, Reduce, Scan, Store, children, postorder
 from .kernel import Kernel, bytes_written, reads_of
 from .layout import Layout, permute
 from .lower import Buffer
@@ -71,7 +71,7 @@ def _template(name: str) -> Any:
 
 
 def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
-    words = [n.op for n in order if isinstance(n, (Compute, Reduce)) and n.op not in ("cast", *INDEX_OPS, "checked_index")]
+    words = [n.op for n in order if isinstance(n, (Compute, Reduce, Scan)) and not n.op.startswith(("cast", "checked_", *INDEX_OPS))]
     short = {
         "reduction_persistent": "row",
         "reduction_mixed": "both",
@@ -127,6 +127,12 @@ class Writer:
         if y > 65535:
             raise Unsupported("a 2-D tile", f"{y} tiles along the second grid axis, 65535 at most")
         return (count("x"), y, 1)
+
+    @property
+    def backwards(self) -> str:
+        """Where a tile begins in a loop that takes a row from its end on, "" in all others."""
+        last = (product(self.cluster.reduce) - 1) // self.tiles["RBLOCK"] * self.tiles["RBLOCK"]
+        return f"{last} - start" if any(isinstance(n, Scan) and n.reverse for n in self.cluster.order) else ""
 
     # -- index variables
     def coordinates(self, variable: str) -> list[str]:
@@ -216,6 +222,8 @@ class Writer:
         if self.tiles.template == "reduction_looped":
             many, each = self.cluster.segment
             steps = f"0, {many * power_of_two(each) if self.cluster.segments else many * each}, RBLOCK"
+            if self.backwards:
+                fields["columns"].insert(0, f"r = ({self.backwards} + tl.arange(0, RBLOCK))[None, :]{wide}")
             return fields | {"passes": self.passes(), "span": self.loop(steps), "rows": []}
         if self.tiles.template == "reduction_mixed":
             return fields | self.walk()
@@ -279,10 +287,11 @@ class Writer:
             wide = [s for s in stores if any((s.layout.strides or ())[self.split :]) or self.full.get(s.value, False)]
             narrow = [line for s in stores if s not in wide for line in tape.store(s)]
             inner = Tape(self, tape)
+            inner.begins["r"] = self.backwards
             inner.policies = {} if sums else policies[level]  # a walk reads its one row again out of L1
             roots = [a for n in made for a in self.inputs(n)] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
             body = [line for n in self.inside(roots) for line in inner.statement(n)]
-            start: list[str] = []
+            start: list[str] = list(inner.carries)
             finish: list[str] = []
             steps: list[str] = []
             for node in made:

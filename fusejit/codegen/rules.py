@@ -24,7 +24,9 @@ from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
 from .layout import Affine, Reshape, contiguous, permute, slice_, strided
 from .lower import CHECKS, Buffer, Lowering, Rule
+from .onehot import one_hot_sum
 from .ops import DTYPES, OPS
+from .scans import SCAN_CHECKS, SCANS
 from .size import product
 from .views import VIEWS
 
@@ -90,7 +92,10 @@ def _reduce(op: str) -> Rule:
         x = low.values[node.args[0]]
         inner = torch.bool if op in ("any", "all") else accumulator(out.dtype)
         x = compute("ne", x, const(0, x.dtype), dtype=torch.bool) if inner is torch.bool and x.dtype is not torch.bool else cast(x, inner)
-        if product(source.shape[d] for d in chosen) != 1:
+        known = one_hot_sum(x, tuple(source.shape), chosen[0]) if op == "sum" and len(chosen) == 1 else None
+        if known is not None:
+            x = known
+        elif product(source.shape[d] for d in chosen) != 1:
             x = reduce_to_buffer(low, node, x, chosen, op, inner)
         return cast(_drop(x, source.dim(), chosen, source.shape, keepdim), out.dtype)
 
@@ -436,7 +441,7 @@ RULES: dict[str, Rule] = {
     "copy.default": lambda low, n: cast(low.expr(n.args[1], n.meta["val"].shape), n.meta["val"].dtype),
     "diagonal_scatter.default": _diagonal_scatter,
     "split_with_sizes.default": _split, "split.Tensor": _split, "as_strided.default": _as_strided,
-    **INDEXING,
+    **INDEXING, **SCANS,
 }  # fmt: skip
 for _op, _overloads in {
     "sum": "default dim_IntList",
@@ -456,7 +461,7 @@ CHECKS |= {
     if name.split(".")[0] in ("mean", "var", "var_mean", "max", "min", "sum", "prod", "any", "all", "amax", "amin", "argmax", "argmin")
 }
 CHECKS |= {
-    **INDEXING_CHECKS,
+    **INDEXING_CHECKS, **SCAN_CHECKS,
     "cat.default": _tensors_small, "as_strided.default": _is_contiguous,
     "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,

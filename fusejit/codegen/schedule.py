@@ -16,6 +16,7 @@ from .cost import Device, Schedule, choose, full, machine
 from .layout import permute
 from .ops import OPS
 from .realize import footprint
+from .scans import scans
 from .size import product
 
 STAGED = 65536  # bytes of shared memory for the stages of a loop
@@ -47,6 +48,7 @@ def order(cluster: Cluster) -> Cluster:
     parallel = sorted(range(split), key=lambda a: cost[a])
     runs = [s.layout.strides or () for s in cluster.stores if s.mode and cluster.segments]
     reduce = sorted(range(split, len(cluster.axes)), key=lambda a: (not any(strides[a] for strides in runs), cost[a]))
+    reduce = sorted(reduce) if scans(cluster) else reduce
     new = [*parallel, *reduce]
     if new == sorted(new):
         return cluster

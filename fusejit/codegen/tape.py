@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Store, children, postorder, reduction
+from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Scan, Store, children, postorder, reduction
 from .lanes import lanes
 from .layout import Layout, Mode
 from .online import Shifted, shifted
@@ -23,6 +23,7 @@ from .schedule import power_of_two
 from .size import product
 
 INDEX_OPS = {"index_div", "index_mod"}
+SCAN_COMBINES = {"cumsum": "sum", "cumprod": "prod", "cummax": "amax", "cummin": "amin", "logcumsumexp": "logaddexp"}
 COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
 
 
@@ -36,6 +37,8 @@ class Tape:
         self.narrow: set[Expr] = set(outside.narrow) if outside else set()
         self.policies: dict[Expr, str] = {}
         self.slots: dict[Expr, str] = {}  # the accumulator of a reduction, while its loop runs
+        self.scanned: dict[tuple, list[str]] = {}  # the names of scans that give several values
+        self.carries: list[str] = []  # statements before the loop: what scans hand on from tile to tile
         self.begins: dict[str, str] = {}  # where a tile begins, if not where the template says
         self.quads: set[str] = set()  # statements that every fourth index has already
 
@@ -63,6 +66,8 @@ class Tape:
                 value = self._compute(node)
             case Reduce():
                 value = self._reduce(node)
+            case Scan():
+                return self._scan(node)
             case Random():
                 lines, value = self._random(node)
             case _:
@@ -72,7 +77,7 @@ class Tape:
         if isinstance(node, Compute) and node.op == "checked_probability":
             self.writer.asserts = True
             lines.append(f"fj.check_probability({name}, {self.writer.mask([], columns=self.writer.full[node]) or 'None'})")
-        if isinstance(node, Compute) and node.op == "checked_index":
+        if isinstance(node, Compute) and node.op in ("checked_index", "checked_place"):
             self.writer.asserts = True
             mask = self.writer.mask([], columns=self.writer.full[node]) or "None"
             lines.append(f"fj.check_index({name}, {self.text(node.args[1])}, {mask})")
@@ -132,6 +137,39 @@ class Tape:
         new = [line for line in before if line not in self.quads]
         self.quads |= set(new)
         return new, f"fj.{node.kind}_tile({self.text(node.seed)}, {counters})"
+
+    def _scan(self, node: Scan) -> list[str]:
+        """Scan a row that is in registers at once, and a longer one tile by tile with a carry; values and places in one go."""
+        op = node.op.removesuffix("_at")
+        names, lines = self.scanned.get((op, node.source, node.place), []), []
+        if not names:
+            row, pair = OPS[SCAN_COMBINES[op]], op in ("cummax", "cummin")
+            first = row.identity(node.source.dtype) if row.identity else -math.inf
+            start, values = [_number(first)], [self._tile(node.source)]
+            if pair:
+                start, values = [*start, "0"], [*values, f"tl.broadcast_to({self.text(node.place, index=True)}, [XBLOCK, RBLOCK])"]
+            if self.writer.masked("r"):
+                values = [f"tl.where(rmask, {v}, {i})" for v, i in zip(values, start, strict=True)]
+            names = self.scanned[op, node.source, node.place] = [self.fresh() for _ in values]
+            given = [f"{n}_in" for n in names]
+            lines = [f"{n} = {v}" for n, v in zip(given, values, strict=True)]
+            lines.append(f"{', '.join(names)} = fj.{op}({', '.join(given)}, 1, {node.reverse})")
+            if self.writer.tiles["RBLOCK"] < product(self.writer.cluster.reduce):
+                types = [STORAGE[node.source.dtype].compute, "tl.int64" if self.writer.wide else "tl.int32"]
+                carries = [f"{n}_carry" for n in names]
+                self.carries += [f"{c} = tl.full([XBLOCK, 1], {i}, {t})" for c, i, t in zip(carries, start, types, strict=False)]
+                lines.append(f"{', '.join(names)} = fj.{op}_combine({', '.join((*carries, *names))})")
+                ends = [f"{n}_end" for n in names]
+                lines.append(f"{', '.join(ends)} = {self.whole(op, given)}")
+                lines.append(f"{', '.join(carries)} = fj.{op}_combine({', '.join((*carries, *ends))})")
+        self.names[node] = f"{names[-1]}.to(tl.int64)" if node.op.endswith("_at") else names[0]
+        return lines
+
+    def whole(self, op: str, given: list[str]) -> str:
+        """Return what a scan of a tile comes to at its end."""
+        if len(given) == 1:
+            return f"fj.{SCAN_COMBINES[op].replace('logaddexp', 'logaddexp_reduce')}({given[0]}, 1)[:, None]"
+        return f"fj.{op}_whole({', '.join(given)}, 1)"
 
     # -- reductions
     def _reduce(self, node: Reduce) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from .maths import *  # noqa: F403 - kernels reach every function through this module
-from .maths import cos, exp, jit, log, maximum, minimum, sin, twin
+from .maths import cos, exp, jit, log, logaddexp, maximum, minimum, sin, twin
 
 
 # -- storage types ---------------------------------------------------------------------------------------------------------------------
@@ -201,6 +201,71 @@ def argmax(v, i, axis: tl.constexpr):
 @twin
 def argmin(v, i, axis: tl.constexpr):
     return tl.reduce((v, i), axis, argmin_combine)[1]
+
+
+# -- scans along one axis of a tile, from the end with `reverse`; what two pieces come to, one after the other ----------------------------
+@jit
+def logaddexp_combine(a, b):
+    return logaddexp(a, b)
+
+
+@jit
+def cummax_combine(a, i, b, j):
+    """The larger value with its place; NaN is larger than anything, and of equals the later one wins."""
+    later = (b >= a) | (b != b)
+    return tl.where(later, b, a), tl.where(later, j, i)
+
+
+@jit
+def cummin_combine(a, i, b, j):
+    """The smaller value with its place; NaN is smaller than anything, and of equals the later one wins."""
+    later = (b <= a) | (b != b)
+    return tl.where(later, b, a), tl.where(later, j, i)
+
+
+cumsum_combine, cumprod_combine, logcumsumexp_combine = sum_combine, prod_combine, logaddexp_combine
+
+
+@twin
+def cumsum(x, axis: tl.constexpr, reverse: tl.constexpr):
+    return tl.associative_scan(x, axis, sum_combine, reverse)
+
+
+@twin
+def cumprod(x, axis: tl.constexpr, reverse: tl.constexpr):
+    return tl.associative_scan(x, axis, prod_combine, reverse)
+
+
+@twin
+def logcumsumexp(x, axis: tl.constexpr, reverse: tl.constexpr):
+    return tl.associative_scan(x, axis, logaddexp_combine, reverse)
+
+
+@twin
+def cummax(v, i, axis: tl.constexpr, reverse: tl.constexpr):
+    return tl.associative_scan((v, i), axis, cummax_combine, reverse)
+
+
+@twin
+def cummin(v, i, axis: tl.constexpr, reverse: tl.constexpr):
+    return tl.associative_scan((v, i), axis, cummin_combine, reverse)
+
+
+@twin
+def logaddexp_reduce(x, axis: tl.constexpr):
+    return tl.reduce(x, axis, logaddexp_combine)
+
+
+@twin
+def cummax_whole(v, i, axis: tl.constexpr):
+    best, place = tl.reduce((v, i), axis, cummax_combine)
+    return best[:, None], place[:, None]
+
+
+@twin
+def cummin_whole(v, i, axis: tl.constexpr):
+    best, place = tl.reduce((v, i), axis, cummin_combine)
+    return best[:, None], place[:, None]
 
 
 # -- random numbers: element k of a stream is lane k % 4 of Philox at counter k // 4 ------------------------------------------------------

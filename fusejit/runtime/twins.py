@@ -101,6 +101,28 @@ def _arg_reduce(best: Callable[..., Any]) -> Callable[[tl.tensor, tl.tensor, int
     return twin
 
 
+def _scan(function: Callable[..., torch.Tensor]) -> Callable[[tl.tensor, int, bool], tl.tensor]:
+    def twin(x: tl.tensor, axis: int, reverse: bool) -> tl.tensor:
+        data = array(x).flip(int(axis)) if reverse else array(x)
+        result = function(data, int(axis))
+        return value((result.flip(int(axis)) if reverse else result).numpy(), x.dtype, True)
+
+    return twin
+
+
+def _scan_place(function: Callable[..., Any], whole: bool) -> Callable[..., tuple[tl.tensor, tl.tensor]]:
+    """Running maximum or minimum with places, or where it ends; the places along the row are those of the tile."""
+
+    def twin(v: tl.tensor, i: tl.tensor, axis: int, reverse: bool = False) -> tuple[tl.tensor, tl.tensor]:
+        values, places = function(array(v), int(axis))
+        places = torch.gather(array(i), int(axis), places)
+        if whole:
+            values, places = values[:, -1:], places[:, -1:]
+        return value(values.numpy(), v.dtype, True), value(places.numpy(), i.dtype, True)
+
+    return twin
+
+
 def check_index(i: tl.tensor, n: int | tl.tensor, mask: tl.tensor | None = None) -> None:
     """Raise IndexError unless 0 <= i < n wherever the mask holds."""
     size = int(n.handle.data.item()) if isinstance(n, tl.tensor) else int(n)
@@ -177,6 +199,14 @@ TWINS: dict[str, Callable[..., Any]] = {
     "all": _reduce(torch.all),
     "argmax": _arg_reduce(np.max),
     "argmin": _arg_reduce(np.min),
+    "cumsum": _scan(lambda x, axis: x.cumsum(axis, dtype=x.dtype)),
+    "cumprod": _scan(lambda x, axis: x.cumprod(axis, dtype=x.dtype)),
+    "logcumsumexp": _scan(torch.logcumsumexp),
+    "logaddexp_reduce": _reduce(torch.logsumexp),
+    "cummax": _scan_place(torch.cummax, False),
+    "cummin": _scan_place(torch.cummin, False),
+    "cummax_whole": _scan_place(torch.cummax, True),
+    "cummin_whole": _scan_place(torch.cummin, True),
     "check_index": check_index,
     "check_probability": check_probability,
     "philox": philox,
