@@ -36,7 +36,7 @@ def unguarded(found: Any, call: Call) -> Callable[..., Any]:
     source = "\n".join(["def bound(*args, **kwargs):", *unpacked(call), f"    return {returned(found, inputs)}", ""])
     scope = {"lifted": tuple(lifted), "body": found.body, "result": found.result}
     exec(compile(source, f"{__file__}, {found.captured.name or 'function'} without guards", "exec"), scope)
-    return scope["bound"]  # type: ignore[no-any-return]
+    return scope.pop("bound")  # type: ignore[no-any-return]
 
 
 def promised(run: Callable, found: Any, bound: Call, key: tuple, name: Callable[[Any, int], str]) -> Callable[..., Any]:
