@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import types
 import weakref
@@ -208,6 +209,39 @@ MORE = {
 
 def module_mutations():
     return [pytest.param(change, id=name) for name, change in MORE.items()]
+
+
+def first(table):
+    return next(iter(table.values()))
+
+
+HELD = {
+    "order_of_an_ordered_dict": (
+        lambda: collections.OrderedDict(a=2.0, b=3.0),
+        first,
+        lambda h: h.move_to_end("a"),
+    ),
+    "order_of_a_dict": (lambda: {"a": 2.0, "b": 3.0}, first, lambda h: h.update(a=h.pop("a"))),
+    "bytes": (lambda: bytearray([2]), lambda h: h[0], lambda h: h.__setitem__(0, 5)),
+    "bytes_in_a_dict": (lambda: {"k": bytearray([2])}, lambda h: h["k"][0], lambda h: h["k"].__setitem__(0, 5)),
+    "list_in_a_dict": (lambda: {"k": [2]}, lambda h: h["k"][0], lambda h: h["k"].__setitem__(0, 5)),
+    "list_in_a_tuple": (lambda: ([2],), lambda h: h[0][0], lambda h: h[0].__setitem__(0, 5)),
+    "number_in_a_dict": (lambda: {"k": 2}, lambda h: h["k"], lambda h: h.__setitem__("k", 5)),
+    "empty_list": (list, len, lambda h: h.append(1)),
+    "empty_dict": (dict, len, lambda h: h.__setitem__("k", 1)),
+    "set": (lambda: {1}, len, lambda h: h.add(2)),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_changes_inside_an_attribute(name):
+    make, read, change = HELD[name]
+    holder, x = types.SimpleNamespace(held=make()), torch.ones(2)
+    jitted = warm(jit(lambda x: x * read(holder.held)), x)
+    assert entries(jitted)
+    change(holder.held)
+    for _ in range(3):
+        torch.testing.assert_close(jitted(x), x * read(holder.held))
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -527,7 +561,7 @@ def test_a_broken_promise(monkeypatch):
     with pytest.raises(FusejitError, match=r"requires_grad of parameter .*weight changed"):
         step(x)
     layer.weight = nn.Parameter(torch.ones(3, 3))
-    with pytest.raises(FusejitError, match="has been replaced: a bound call checks nothing, so call Linear itself"):
+    with pytest.raises(FusejitError, match="a tensor that it reads, is another now: a bound call checks nothing, so call Linear itself"):
         step(x)
 
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from ..capture.guards import VALUES, memory_pattern
-from ..capture.reads import CONTAINERS, Read
+from ..capture.reads import CONTAINERS, Contents, Read
 from ..capture.trace import LOCAL, active
 from .torch_c import counts_changes, dict_check, tensor_check, version_of
 
@@ -192,6 +192,8 @@ def why_not(found: Any, call: Call) -> str:
         return "an argument is a container, or marked as mutable"
     if not (tensors or call.lifted):
         return "it has no tensor among its inputs"
+    if any(not isinstance(value, Tensor) for value in call.lifted):
+        return "its sizes are symbols, which are worked out for each call"
     if any(type(value) not in PLAIN for value in call.lifted):
         return "a tensor that it reads is of a class of its own"
     for number, leaf in enumerate(call.leaves):
@@ -352,12 +354,17 @@ def covered(read: Read, writer: Any, restless: dict) -> tuple[tuple[dict, ...] |
     """The dicts whose versions stand for a condition, None where none do; and the container that in addition has to stay empty."""
     holders = holders_of(read, restless)
     value = read.value
-    if holders is None or read.how == "absent" or not isinstance(value, CONTAINERS) or fixed(value):
+    if holders is None or isinstance(read.snapshot, Contents):  # bytes that change in place
+        return None, None
+    if read.how == "absent" or not isinstance(value, CONTAINERS) or fixed(value):
         return holders, None
     now = eval(writer.expression(read), writer.scope)
     if not value:
         return holders, now
-    if versioned(now, restless) and not any(isinstance(item, CONTAINERS) and not fixed(item) for item in now.values()):
+    if type(now) is not dict or not versioned(now, restless):  # an OrderedDict may be put in another order without a new version
+        return None, None
+    inside = isinstance(read.snapshot, dict) and not any(isinstance(item, Contents) for item in read.snapshot.values())
+    if inside and not any(isinstance(item, CONTAINERS) and not fixed(item) for item in now.values()):
         return (*holders, now), None
     return None, None
 
