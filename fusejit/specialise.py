@@ -98,7 +98,7 @@ class Specialisation:
         inlined: blocks that were captured in place though marked or repeated, each with the reason.
         body: the graph as a function of its inputs, given one by one where `spread`, as a list that it may clear otherwise; what the hot
             path calls (runtime/bind.py), None where that leaves the call alone. result: from the body's results to the user's.
-        pattern: how the inputs share memory, where that matters. unbound: why the hot path leaves it alone.
+        pattern: how the inputs share memory, where that matters. entry: of the hot path; unbound: why that leaves it alone.
         dynamic: what is said of its sizes: which are symbols and why, which could not be.
     """
 
@@ -123,6 +123,7 @@ class Specialisation:
     spread: bool = False
     result: Callable[[Sequence[Any]], Any] | None = None
     pattern: tuple | None = None
+    entry: Any = None
     dynamic: list[str] = field(default_factory=list)
     unbound: str = ""
 

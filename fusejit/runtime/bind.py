@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from ..capture.guards import VALUES, memory_pattern
-from ..capture.reads import CONTAINERS, Read
+from ..capture.reads import CONTAINERS, Contents, Read
 from ..capture.trace import LOCAL, active
 from .torch_c import counts_changes, dict_check, tensor_check, version_of
 
@@ -42,21 +42,27 @@ MISS: Any = object()
 ENTRIES = 4
 """How many entries of one function are tried; a call of another kind costs a look-up."""
 RESTLESS = 3
-"""How often a dict may change before its conditions are checked one by one instead of by its version."""
+"""How often a dict may soon have changed again before its conditions are checked one by one instead of by its version."""
+OFTEN = 200
+"""How many calls an entry has to serve to be worth the 0.5 ms of its making."""
 ERRORS = (KeyError, AttributeError, ValueError, TypeError)
 PLAIN = (Tensor, torch.nn.Parameter)
 hooks = torch.nn.modules.module
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Entry:
-    """A bound specialisation: what it belongs to, its function and its text."""
+    """A bound specialisation: its function with the names that it sees, its text, and what it takes to be as it was.
+
+    `tables` are dicts with their versions; `born` is how many calls had found something when it was made or renewed.
+    """
 
     found: Any
-    receiver: Any
     run: Callable[[Any, tuple, dict], Any]
     source: str
+    scope: dict[str, Any]
     tables: tuple[tuple[dict, int], ...]
+    born: int = 0
 
 
 @dataclass(slots=True)
@@ -65,32 +71,46 @@ class Bindings:
 
     Attributes:
         runs: their functions, which is all that a call looks at.
-        made: how many were made; restless: dicts that keep changing, by id, and how often each did.
+        made, renewed: how often one was written, and was given new versions; restless: dicts that keep changing, by id, and how often.
     """
 
     runs: tuple[Callable[[Any, tuple, dict], Any], ...] = ()
     entries: tuple[Entry, ...] = ()
     made: int = 0
+    renewed: int = 0
     restless: dict[int, tuple[dict, int]] = field(default_factory=dict)
 
     def add(self, found: Any, call: Call, hits: int) -> None:
-        """Bind a specialisation that a call has just found, unless entries have not paid so far; one that cannot be is not tried again."""
-        if self.made > 16 and self.made * 8 > hits:
-            return
-        others = []
-        for entry in self.entries:
-            if entry.found is found:
+        """Put in front the entry of a specialisation that a call has just found the general way, written or renewed where that pays."""
+        entry: Entry | None = found.entry
+        if entry is None or any(entry is other for other in self.entries):  # there, and yet it did not answer
+            entry = self.fresh(entry, found, call, hits)
+        found.entry = entry
+        if entry is None:
+            self.drop(found)
+        else:
+            self.put([entry, *[other for other in self.entries if other.found is not found][: ENTRIES - 1]])
+
+    def fresh(self, entry: Entry | None, found: Any, call: Call, hits: int) -> Entry | None:
+        """Renew or write an entry; None where entries have not paid so far, or cannot be."""
+        if entry is not None:
+            if hits - entry.born < OFTEN:
                 self.learn(entry)
-            else:
-                others.append(entry)
+            if self.renewed * 8 <= hits and renew(entry, call, self.restless):
+                self.renewed, entry.born = self.renewed + 1, hits
+                return entry
+        if self.made > 16 and self.made * OFTEN > hits:
+            return None
         self.made += 1
         made = bind(found, call, self.restless)
         if isinstance(made, str):
             found.body, found.unbound = None, made
-        self.put(others if isinstance(made, str) else [made, *others[: ENTRIES - 1]])
+            return None
+        made.born = hits
+        return made
 
     def learn(self, entry: Entry) -> None:
-        """Count the dicts on whose account an entry stopped to hold though the guards still do."""
+        """Count the dicts on whose account an entry soon stopped to hold though the guards still do."""
         if len(self.restless) > 1000:
             self.restless.clear()
         for table, version in entry.tables:
@@ -140,10 +160,29 @@ def bind(found: Any, call: Call, restless: dict) -> Entry | str:
     source = text(given, conditions, returned(found, inputs))
     # under the name of this file, so that a capture that meets an entry takes it for ours and does not look into it
     exec(compile(source, f"{__file__}, entry of {found.captured.name or 'function'}", "exec"), scope)
-    again = found.lifted(leaves)  # after the versions were taken: what changed in between would go unseen
-    if again is None or any(one is not other for one, other in zip(again, lifted, strict=True)):
+    if not still(found, call):
         return "what it reads changed while it was bound"
-    return Entry(found, call.receiver, scope["entry"], source, watched.tables)
+    return Entry(found, scope.pop("entry"), source, scope, watched.tables)  # no circle, so that old parameters go at once
+
+
+def still(found: Any, call: Call) -> bool:
+    """Whether the guards hold and find the same tensors; asked after versions were taken, or a change in between would go unseen."""
+    again = found.lifted(call.leaves)
+    return again is not None and all(map(operator.is_, again, call.lifted))
+
+
+def renew(entry: Entry, call: Call, restless: dict) -> bool:
+    """Take the dicts of an entry as they are now; False where it has to be written anew: other tensors, or dicts that keep changing."""
+    tables = entry.scope.get("tables", ())
+    same = all(map(operator.is_, entry.scope["lifted"], call.lifted)) and all(versioned(table, restless) for table in tables)
+    if not (tables and same):
+        return False
+    versions = tuple((table, version_of(table)) for table in tables)
+    unchanged = dict_check(tables)
+    if not still(entry.found, call):
+        return False
+    entry.tables, entry.scope["unchanged"] = versions, unchanged
+    return True
 
 
 def why_not(found: Any, call: Call) -> str:
@@ -153,13 +192,13 @@ def why_not(found: Any, call: Call) -> str:
         return "an argument is a container, or marked as mutable"
     if not (tensors or call.lifted):
         return "it has no tensor among its inputs"
+    if any(not isinstance(value, Tensor) for value in call.lifted):
+        return "its sizes are symbols, which are worked out for each call"
     if any(type(value) not in PLAIN for value in call.lifted):
         return "a tensor that it reads is of a class of its own"
     for number, leaf in enumerate(call.leaves):
         if type(leaf) not in PLAIN and literal(number, leaf) is None:
-            return (
-                f"an argument is {leaf!r}" if type(leaf) is float else f"an argument of type {type(leaf).__name__} is compared by the key"
-            )
+            return f"an argument is {leaf!r}" if type(leaf) is float else f"an argument is of type {type(leaf).__name__}"
     if any("leaves[" in condition for condition, _ in found.guards.writer.guarded):
         return "a tensor that it reads has to be one of its arguments"
     return "the state of torch is compared by the key: autocast, a mode, a default device, or hooks on every module" if beyond() else ""
@@ -315,12 +354,17 @@ def covered(read: Read, writer: Any, restless: dict) -> tuple[tuple[dict, ...] |
     """The dicts whose versions stand for a condition, None where none do; and the container that in addition has to stay empty."""
     holders = holders_of(read, restless)
     value = read.value
-    if holders is None or read.how == "absent" or not isinstance(value, CONTAINERS) or fixed(value):
+    if holders is None or isinstance(read.snapshot, Contents):  # bytes that change in place
+        return None, None
+    if read.how == "absent" or not isinstance(value, CONTAINERS) or fixed(value):
         return holders, None
     now = eval(writer.expression(read), writer.scope)
     if not value:
         return holders, now
-    if versioned(now, restless) and not any(isinstance(item, CONTAINERS) and not fixed(item) for item in now.values()):
+    if type(now) is not dict or not versioned(now, restless):  # an OrderedDict may be put in another order without a new version
+        return None, None
+    inside = isinstance(read.snapshot, dict) and not any(isinstance(item, Contents) for item in read.snapshot.values())
+    if inside and not any(isinstance(item, CONTAINERS) and not fixed(item) for item in now.values()):
         return (*holders, now), None
     return None, None
 

@@ -36,7 +36,7 @@ def unguarded(found: Any, call: Call) -> Callable[..., Any]:
     source = "\n".join(["def bound(*args, **kwargs):", *unpacked(call), f"    return {returned(found, inputs)}", ""])
     scope = {"lifted": tuple(lifted), "body": found.body, "result": found.result}
     exec(compile(source, f"{__file__}, {found.captured.name or 'function'} without guards", "exec"), scope)
-    return scope["bound"]  # type: ignore[no-any-return]
+    return scope.pop("bound")  # type: ignore[no-any-return]
 
 
 def promised(run: Callable, found: Any, bound: Call, key: tuple, name: Callable[[Any, int], str]) -> Callable[..., Any]:
@@ -52,7 +52,8 @@ def promised(run: Callable, found: Any, bound: Call, key: tuple, name: Callable[
             reason = "; ".join(map(str, differences(now, leaves, [(key, found.guards)], name)[:3]))
             raise FusejitError(f"{fn} was bound, and the call breaks the promise: {reason}: {way_out}")
         if any(one is not other for one, other in zip(lifted, bound.lifted, strict=True)):
-            raise FusejitError(f"{fn} was bound, and a parameter or another tensor that it reads has been replaced: {way_out}")
+            what = "a size, or a tensor that it reads, is another now"
+            raise FusejitError(f"{fn} was bound, and {what}: {way_out}")
         return run(*args, **kwargs)
 
     return checked
