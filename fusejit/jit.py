@@ -29,6 +29,7 @@ CHOICES = {
     "backend": BACKENDS,
     "numerics": NUMERICS,
     "dynamic": (None, False, True),
+    "cuda_graph": (None, False, True),
 }
 
 
@@ -42,6 +43,7 @@ def jit(
     dynamic: Any = None,
     numerics: str = "fast",
     fast_math: bool = False,
+    cuda_graph: bool | None = None,
     name: str | None = None,
 ) -> Any:
     """Compile a function or a module when it is called.
@@ -65,6 +67,8 @@ def jit(
             order, and has their numbers. Draws that no result needs are not made.
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
             overflows or is nan (codegen/algebra.py has the table).
+        cuda_graph: record the launches of a call and replay them at once (runtime/cudagraph.py); None: at O3. What cannot be recorded
+            runs as without it, with the reason in `explain()`.
         name: how messages and kernels call the function.
 
     Returns:
@@ -73,7 +77,9 @@ def jit(
     Raises:
         ValueError: an option is none of its choices. TypeError: the argument is not callable.
     """
-    settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math, dynamic=dynamic)
+    settings = Settings(
+        capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math, dynamic=dynamic, cuda_graph=cuda_graph
+    )
     for option, choices in CHOICES.items():
         check(option, getattr(settings, option), choices)
     if fn_or_module is None:

@@ -50,6 +50,7 @@ class Settings:
     `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they have at
     capture. `apart`: forward and backward are two programs on every backend, also on "eager". `regions`: equal blocks are captured once.
     `dynamic`: see `fusejit.jit`.
+    `cuda_graph`: Programs are recorded and replayed (see runtime/cudagraph.py); None: at O3.
     """
 
     capture_mode: str = "ast"
@@ -64,6 +65,12 @@ class Settings:
     apart: bool = False
     regions: bool = True
     dynamic: bool | None = False
+    cuda_graph: bool | None = None
+
+    @property
+    def records(self) -> bool:
+        """Whether Programs are recorded as CUDA graphs: asked for, or by default at O3; never for a GPU that is not here."""
+        return self.target is None and (self.jit_level == "O3" if self.cuda_graph is None else self.cuda_graph)
 
 
 def check(name: str, value: Any, choices: tuple) -> None:
@@ -314,6 +321,7 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     from .autodiff.region import Toolchain, call_regions
     from .codegen import decompose, random
     from .compile import Options, compile_graph, dump
+    from .runtime import cudagraph
 
     prepare_interpreter(found.backend)
     plain = found.backend == "eager" or settings.jit_level == "O0"
@@ -328,7 +336,9 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
             found.record[f"{stage}.{name}"] = value
             dump(f"{stage}.{name}", value)
 
-        program = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
+        program: Any = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
+        if not plain and settings.records:
+            program = cudagraph.record(program)
         spent = (time.perf_counter() - start) * 1e3
         found.compile_ms[stage] = found.compile_ms.get(stage, 0.0) + spent
         return program

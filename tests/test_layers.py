@@ -37,7 +37,7 @@ ORDER = [
     *("rewrites/ensemble", "rewrites/batch"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/static_launch", "runtime/launch", "runtime/tune", "runtime/direct", "runtime/eager", "runtime/bind"),
-    "runtime/promise",
+    *("runtime/promise", "runtime/cudagraph"),
     *("compile", "specialise", "sizes", "explain", "backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
       "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
