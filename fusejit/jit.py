@@ -19,7 +19,7 @@ import torch
 from .bytecode import jit_function
 from .function import JitFunction
 from .module import JitModule
-from .specialise import BACKENDS, LEVELS, MODES, NUMERICS, Settings, check
+from .settings import BACKENDS, LEVELS, MODES, NUMERICS, Settings, check
 
 CHOICES = {
     "fullgraph": (False, True),
@@ -67,8 +67,7 @@ def jit(
             order, and has their numbers. Draws that no result needs are not made.
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
             overflows or is nan (codegen/algebra.py has the table).
-        cuda_graph: record the launches of a call and replay them at once (runtime/cudagraph.py); None: at O3. What cannot be recorded
-            runs as without it, with the reason in `explain()`.
+        cuda_graph: replay the launches of a call at once (runtime/cudagraph.py); None: at O3. Where not, `explain()` has the reason.
         name: how messages and kernels call the function.
 
     Returns:
@@ -82,9 +81,7 @@ def jit(
     )
     for option, choices in CHOICES.items():
         check(option, getattr(settings, option), choices)
-    if fn_or_module is None:
-        return functools.partial(make, settings=settings)
-    return make(fn_or_module, settings=settings)
+    return functools.partial(make, settings=settings) if fn_or_module is None else make(fn_or_module, settings=settings)
 
 
 def make(target: Any, settings: Settings) -> Any:

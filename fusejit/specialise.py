@@ -34,49 +34,12 @@ from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
 from .rewrites.capture import capture_rewritten
 from .rewrites.control import Outcome
+from .runtime.choose import choose, measurable
 from .runtime.eager import eager
+from .settings import BACKENDS, Settings
 
 Tensor = torch.Tensor
-BACKENDS = ("auto", "triton", "interpret", "eager")
-LEVELS = ("O0", "O1", "O2", "O3")
-MODES = ("ast", "trace", "bytecode")
-NUMERICS = ("fast", "eager")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The options of one jitted function (see `fusejit.jit` and `fusejit.trace`).
-
-    `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they have at
-    capture. `apart`: forward and backward are two programs on every backend, also on "eager". `regions`: equal blocks are captured once.
-    `dynamic`: see `fusejit.jit`.
-    `cuda_graph`: Programs are recorded and replayed (see runtime/cudagraph.py); None: at O3.
-    """
-
-    capture_mode: str = "ast"
-    jit_level: str = "O2"
-    fullgraph: bool = False
-    backend: str = "auto"
-    numerics: str = "fast"
-    name: str = ""
-    target: str | None = None
-    fast_math: bool = False
-    constants: bool = False
-    apart: bool = False
-    regions: bool = True
-    dynamic: bool | None = False
-    cuda_graph: bool | None = None
-
-    @property
-    def records(self) -> bool:
-        """Whether Programs are recorded as CUDA graphs: asked for, or by default at O3; never for a GPU that is not here."""
-        return self.target is None and (self.jit_level == "O3" if self.cuda_graph is None else self.cuda_graph)
-
-
-def check(name: str, value: Any, choices: tuple) -> None:
-    """Refuse an option that is none of its choices, by listing them; True is not 1 here."""
-    if not any(value is choice or type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+TINY = "a program of one or two launches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +265,8 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
 
     found.run, found.result, found.pattern = runner, unflatten, pattern
     found.body, found.spread = built.body()
+    if settings.jit_level == "O3" and fakes is None and not config.read("strict") and measurable(found.forward, tensors):
+        keep_quicker(found, tensors, positions, unflatten)
     if pattern is not None:
         check = found.lifted
 
@@ -311,6 +276,20 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
             return lifted if same else None
 
         found.lifted = lifted_where_same
+
+
+def keep_quicker(found: Specialisation, tensors: list[Tensor], positions: tuple[int, ...], unflatten: Callable) -> None:
+    """Measure a tiny Program against the captured graph in eager, and keep that where it is quicker (see runtime/choose.py)."""
+    assert found.captured is not None
+    program, run, compiled = found.forward, eager(found.captured.graph), found.built.run
+    choice = choose(tuple(k.name for k in program.kernels), lambda: compiled(list(tensors)), lambda: run(*tensors))
+    if choice.eager:
+        set_eager_run(found, run, positions, unflatten)
+        found.backend, found.forward, found.built, found.pattern = "eager", None, None, None
+        found.fallbacks.append(Fallback(TINY, choice.why))
+    else:
+        program = getattr(program, "program", program)
+        program.tuned = (*program.tuned, f"the whole: {choice.why}")
 
 
 def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from ..capture.guards import VALUES, memory_pattern
-from ..capture.reads import CONTAINERS, Read
+from ..capture.reads import CONTAINERS, Contents, Read, contents
 from ..capture.trace import LOCAL, active
 from .torch_c import counts_changes, dict_check, tensor_check, version_of
 
@@ -315,12 +315,14 @@ def covered(read: Read, writer: Any, restless: dict) -> tuple[tuple[dict, ...] |
     """The dicts whose versions stand for a condition, None where none do; and the container that in addition has to stay empty."""
     holders = holders_of(read, restless)
     value = read.value
+    if isinstance(read.snapshot, Contents):  # a numpy array changes without its holder
+        return None, None
     if holders is None or read.how == "absent" or not isinstance(value, CONTAINERS) or fixed(value):
         return holders, None
     now = eval(writer.expression(read), writer.scope)
     if not value:
         return holders, now
-    if versioned(now, restless) and not any(isinstance(item, CONTAINERS) and not fixed(item) for item in now.values()):
+    if versioned(now, restless) and not any(map(changeable, now.values())):
         return (*holders, now), None
     return None, None
 
@@ -340,6 +342,11 @@ def versioned(table: Any, restless: dict) -> bool:
     if type(table) not in (dict, OrderedDict) or not counts_changes() or "__builtins__" in table:
         return False
     return restless.get(id(table), (None, 0))[1] < RESTLESS
+
+
+def changeable(value: Any) -> bool:
+    """Whether a value may become another without its holder's notice."""
+    return isinstance(value, CONTAINERS) and not fixed(value) or contents(value) is not None
 
 
 def fixed(value: Any) -> bool:
