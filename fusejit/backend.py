@@ -28,18 +28,8 @@ from .capture.guards import key_of, state_key
 from .capture.reasons import differences
 from .errors import FusejitError, Unsupported
 from .forks import renewed
-from .specialise import (
-    BACKENDS,
-    LEVELS,
-    NUMERICS,
-    Fallback,
-    Settings,
-    Specialisation,
-    check,
-    eager_specialisation,
-    refusal,
-    specialise,
-)
+from .settings import BACKENDS, LEVELS, NUMERICS, Settings, check
+from .specialise import Fallback, Specialisation, eager_specialisation, refusal, specialise
 
 Tensor = torch.Tensor
 log = logging.getLogger("fusejit")

@@ -18,7 +18,8 @@ from torch.compiler import is_dynamo_compiling
 from .errors import FusejitError
 from .function import CacheInfo, JitFunction, Switch
 from .runtime.bind import elsewhere
-from .specialise import Fallback, Settings, Specialisation
+from .settings import Settings
+from .specialise import Fallback, Specialisation
 
 
 class BytecodeFunction(JitFunction):

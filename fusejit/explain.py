@@ -21,6 +21,7 @@ import torch
 from .codegen.kernel import Kernel, reads_of
 from .codegen.lower import Extern, refs
 from .codegen.program import Program
+from .runtime.cudagraph import Recorded
 from .specialise import Fallback, Specialisation
 
 aten = torch.ops.aten
@@ -32,7 +33,8 @@ class Half:
     """The forward or the backward Program: its kernels in launch order, launches of one call, extern calls, unfused pairs.
 
     `own` are the kernels and `called` the torch ops of the Program itself; `regions` are the Programs that it calls: name, number of
-    calls, and what one call runs. All other fields are totals: a region's kernels are listed once, its launches as often as it runs.
+    calls, and what one call runs; `recorded`: what a CUDA graph does for it, or why there is none. All other fields are totals: a
+    region's kernels are listed once, its launches as often as it runs.
     """
 
     kernels: tuple[Kernel, ...] = ()
@@ -44,6 +46,7 @@ class Half:
     own: tuple[Kernel, ...] = ()
     called: tuple[Extern, ...] = ()
     regions: tuple[tuple[str, int, Half], ...] = ()
+    recorded: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,7 @@ def _half(half: Half) -> list[str]:
         lines += [f"    {', '.join(ops)}{'  ' if line else ''}{line}" for line, ops in _by_line(kernel.ops)]
     lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") for e in half.called]
     lines += [f"schedule of {line}" for line in half.tuned]
+    lines += [f"CUDA graph: {half.recorded}"] if half.recorded else []
     lines += [f"not fused: {u}" for u in half.unfused]
     for name, calls, inner in half.regions:
         lines += [f"{calls} calls of {name}: {inner.launches} kernel launches each", *(f"  {line}" for line in _half(inner))]
@@ -225,6 +229,7 @@ def _program(program: Program | None) -> Half:
         externs=program.externs + tuple(call for _, count, half in inner for call in half.externs * count),
         unfused=program.unfused, bytes_fused=moved + sum(count * half.bytes_fused for _, count, half in inner),
         tuned=program.tuned, own=program.kernels, called=program.externs, regions=tuple(inner),
+        recorded=program.state if isinstance(program, Recorded) else "",
     )  # fmt: skip
 
 

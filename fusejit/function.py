@@ -38,8 +38,9 @@ from .rewrites.capture import call_rewritten
 from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
 from .runtime.bind import MISS, Bindings, Call, elsewhere
 from .runtime.promise import promised, unguarded
+from .settings import Settings
 from .sizes import specialise_sizes
-from .specialise import Fallback, Settings, Specialisation, eager_specialisation, refusal, resolve, specialise
+from .specialise import TINY, Fallback, Specialisation, eager_specialisation, refusal, resolve, specialise
 
 log = logging.getLogger("fusejit")
 RECEIVERS = 16
@@ -332,7 +333,7 @@ class JitFunction:
     def tell(self, found: Specialisation) -> None:
         """Log what a new specialisation does not do as compiled code; each thing once."""
         for fallback in found.fallbacks:
-            expected = fallback.op in ("torch's runtime wrappers", "graph break")
+            expected = fallback.op in ("torch's runtime wrappers", "graph break", TINY)
             instead = "read by its bytecode instead" if found.through is not None else "eager fallback"
             self.say(logging.INFO if expected else logging.WARNING, f"{self.settings.name}: {instead}: {fallback}")
         for effect in found.effects:

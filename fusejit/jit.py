@@ -19,7 +19,7 @@ import torch
 from .bytecode import jit_function
 from .function import JitFunction
 from .module import JitModule
-from .specialise import BACKENDS, LEVELS, MODES, NUMERICS, Settings, check
+from .settings import BACKENDS, LEVELS, MODES, NUMERICS, Settings, check
 
 CHOICES = {
     "fullgraph": (False, True),
@@ -29,6 +29,7 @@ CHOICES = {
     "backend": BACKENDS,
     "numerics": NUMERICS,
     "dynamic": (None, False, True),
+    "cuda_graph": (None, False, True),
 }
 
 
@@ -42,6 +43,7 @@ def jit(
     dynamic: Any = None,
     numerics: str = "fast",
     fast_math: bool = False,
+    cuda_graph: bool | None = None,
     name: str | None = None,
 ) -> Any:
     """Compile a function or a module when it is called.
@@ -65,6 +67,7 @@ def jit(
             order, and has their numbers. Draws that no result needs are not made.
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
             overflows or is nan (codegen/algebra.py has the table).
+        cuda_graph: replay the launches of a call at once (runtime/cudagraph.py); None: at O3. Where not, `explain()` has the reason.
         name: how messages and kernels call the function.
 
     Returns:
@@ -73,12 +76,12 @@ def jit(
     Raises:
         ValueError: an option is none of its choices. TypeError: the argument is not callable.
     """
-    settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math, dynamic=dynamic)
+    settings = Settings(
+        capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math, dynamic=dynamic, cuda_graph=cuda_graph
+    )
     for option, choices in CHOICES.items():
         check(option, getattr(settings, option), choices)
-    if fn_or_module is None:
-        return functools.partial(make, settings=settings)
-    return make(fn_or_module, settings=settings)
+    return functools.partial(make, settings=settings) if fn_or_module is None else make(fn_or_module, settings=settings)
 
 
 def make(target: Any, settings: Settings) -> Any:

@@ -20,7 +20,8 @@ import torch
 
 from .bytecode import jit_function
 from .function import CacheInfo, JitFunction
-from .specialise import Settings, Specialisation
+from .settings import Settings
+from .specialise import Specialisation
 
 FUNCTIONS: weakref.WeakKeyDictionary[torch.nn.Module, dict[Settings, weakref.ref[JitFunction]]] = weakref.WeakKeyDictionary()
 """The jitted functions of modules, so that jitting a module twice compiles once."""

@@ -34,42 +34,12 @@ from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
 from .rewrites.capture import capture_rewritten
 from .rewrites.control import Outcome
+from .runtime.choose import choose, measurable
 from .runtime.eager import eager
+from .settings import BACKENDS, Settings
 
 Tensor = torch.Tensor
-BACKENDS = ("auto", "triton", "interpret", "eager")
-LEVELS = ("O0", "O1", "O2", "O3")
-MODES = ("ast", "trace", "bytecode")
-NUMERICS = ("fast", "eager")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The options of one jitted function (see `fusejit.jit` and `fusejit.trace`).
-
-    `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they have at
-    capture. `apart`: forward and backward are two programs on every backend, also on "eager". `regions`: equal blocks are captured once.
-    `dynamic`: see `fusejit.jit`.
-    """
-
-    capture_mode: str = "ast"
-    jit_level: str = "O2"
-    fullgraph: bool = False
-    backend: str = "auto"
-    numerics: str = "fast"
-    name: str = ""
-    target: str | None = None
-    fast_math: bool = False
-    constants: bool = False
-    apart: bool = False
-    regions: bool = True
-    dynamic: bool | None = False
-
-
-def check(name: str, value: Any, choices: tuple) -> None:
-    """Refuse an option that is none of its choices, by listing them; True is not 1 here."""
-    if not any(value is choice or type(value) is type(choice) and value == choice for choice in choices):
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+TINY = "a program of one or two launches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +266,8 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
 
     found.run, found.result, found.pattern = runner, unflatten, pattern
     found.body, found.spread = built.body()
+    if settings.jit_level == "O3" and fakes is None and not config.read("strict") and measurable(found.forward, tensors):
+        keep_quicker(found, tensors, positions, unflatten)
     if pattern is not None:
         check = found.lifted
 
@@ -307,6 +279,20 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
         found.lifted = lifted_where_same
 
 
+def keep_quicker(found: Specialisation, tensors: list[Tensor], positions: tuple[int, ...], unflatten: Callable) -> None:
+    """Measure a tiny Program against the captured graph in eager, and keep that where it is quicker (see runtime/choose.py)."""
+    assert found.captured is not None
+    program, run, compiled = found.forward, eager(found.captured.graph), found.built.run
+    choice = choose(tuple(k.name for k in program.kernels), lambda: compiled(list(tensors)), lambda: run(*tensors))
+    if choice.eager:
+        set_eager_run(found, run, positions, unflatten)
+        found.backend, found.forward, found.built, found.pattern = "eager", None, None, None
+        found.fallbacks.append(Fallback(TINY, choice.why))
+    else:
+        program = getattr(program, "program", program)
+        program.tuned = (*program.tuned, f"the whole: {choice.why}")
+
+
 def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
     """Trace the joint graph and compile it with fusejit's own back end."""
     from .autodiff.attention import retarget_attention
@@ -316,6 +302,7 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
     from .autodiff.region import Toolchain, call_regions
     from .codegen import decompose, random
     from .compile import Options, compile_graph, dump
+    from .runtime import cudagraph
 
     prepare_interpreter(found.backend)
     plain = found.backend == "eager" or settings.jit_level == "O0"
@@ -330,7 +317,9 @@ def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: 
             found.record[f"{stage}.{name}"] = value
             dump(f"{stage}.{name}", value)
 
-        program = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
+        program: Any = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
+        if not plain and settings.records:
+            program = cudagraph.record(program)
         spent = (time.perf_counter() - start) * 1e3
         found.compile_ms[stage] = found.compile_ms.get(stage, 0.0) + spent
         return program

@@ -30,7 +30,8 @@ from .capture.trace import capture
 from .errors import TraceError, Unsupported
 from .function import JitFunction, Switch
 from .runtime.bind import elsewhere
-from .specialise import BACKENDS, NUMERICS, Settings, Specialisation
+from .settings import BACKENDS, NUMERICS, Settings
+from .specialise import Specialisation
 
 LATER = "belongs to the memory optimisations, which are not there yet: leave it out"
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "fusejit"
 
 # From the bottom up. A new file gets a place here; `folder/` stands for that folder's __init__.py.
 ORDER = [
-    *("errors", "config", "forks"),
+    *("errors", "config", "forks", "settings"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
     "codegen/algebra",
     *("codegen/views", "codegen/random"),
@@ -39,7 +39,7 @@ ORDER = [
     *("rewrites/ensemble", "rewrites/batch"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/static_launch", "runtime/launch", "runtime/tune", "runtime/direct", "runtime/eager", "runtime/bind"),
-    "runtime/promise",
+    *("runtime/promise", "runtime/cudagraph", "runtime/choose"),
     *("compile", "specialise", "sizes", "explain", "backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
       "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import fusejit
 from fusejit import jit
-from fusejit.specialise import BACKENDS, LEVELS, MODES, NUMERICS
+from fusejit.settings import BACKENDS, LEVELS, MODES, NUMERICS
 
 
 class Residual(nn.Module):

@@ -30,6 +30,8 @@ def refuse_tensor(value: Tensor, what: str) -> None:
 
         if not isinstance(value, FakeTensor):
             raise Unsupported(f"{what} of type {type(value).__name__}", "tensor subclasses run eagerly", in_python=False)
+    if value.is_neg() or value.is_conj():
+        raise Unsupported(f"{what} that is a conjugate or negative view", "kernels read its memory as it is", in_python=False)
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         raise Unsupported(f"{what} with layout {value.layout}", "only strided tensors are captured", in_python=False)
 

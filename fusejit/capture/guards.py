@@ -63,10 +63,13 @@ def value_key(value: Any) -> Any:
 def key_of(leaves: list[Any]) -> tuple:
     """Return the part of the key that the arguments make: one entry a leaf, and which tensors are one object."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    pattern = None
+    pattern: tuple[int, ...] | None = None
     if len(tensors) > 1 and len({id(tensor) for tensor in tensors}) != len(tensors):
         first: dict[int, int] = {}
         pattern = tuple([first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)])
+    for number, tensor in enumerate(tensors):
+        if tensor.is_neg() or tensor.is_conj():  # a lazy view: its memory holds something else
+            pattern = (*(pattern or ()), ~number)
     try:
         entries = [
             (type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.device, leaf.requires_grad)

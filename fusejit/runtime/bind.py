@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from ..capture.guards import VALUES, memory_pattern
-from ..capture.reads import CONTAINERS, Contents, Read
+from ..capture.reads import CONTAINERS, Contents, Read, contents
 from ..capture.trace import LOCAL, active
 from .torch_c import counts_changes, dict_check, tensor_check, version_of
 
@@ -363,8 +363,7 @@ def covered(read: Read, writer: Any, restless: dict) -> tuple[tuple[dict, ...] |
         return holders, now
     if type(now) is not dict or not versioned(now, restless):  # an OrderedDict may be put in another order without a new version
         return None, None
-    inside = isinstance(read.snapshot, dict) and not any(isinstance(item, Contents) for item in read.snapshot.values())
-    if inside and not any(isinstance(item, CONTAINERS) and not fixed(item) for item in now.values()):
+    if not any(map(changeable, now.values())):
         return (*holders, now), None
     return None, None
 
@@ -384,6 +383,11 @@ def versioned(table: Any, restless: dict) -> bool:
     if type(table) not in (dict, OrderedDict) or not counts_changes() or "__builtins__" in table:
         return False
     return restless.get(id(table), (None, 0))[1] < RESTLESS
+
+
+def changeable(value: Any) -> bool:
+    """Whether a value may become another without its holder's notice."""
+    return isinstance(value, CONTAINERS) and not fixed(value) or contents(value) is not None
 
 
 def fixed(value: Any) -> bool:

@@ -1,0 +1,53 @@
+"""The options of one jitted function, and their choices.
+
+In: what a user gave to `fusejit.jit`. Out: `Settings`, or one error that lists the choices.
+
+    >>> check("jit_level", "O9", LEVELS)
+    ValueError: jit_level='O9': choose one of 'O0', 'O1', 'O2', 'O3'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+BACKENDS = ("auto", "triton", "interpret", "eager")
+LEVELS = ("O0", "O1", "O2", "O3")
+MODES = ("ast", "trace", "bytecode")
+NUMERICS = ("fast", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of one jitted function (see `fusejit.jit` and `fusejit.trace`).
+
+    `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they have at
+    capture. `apart`: forward and backward are two programs on every backend, also on "eager". `regions`: equal blocks are captured once.
+    `dynamic`: see `fusejit.jit`.
+    `cuda_graph`: Programs are recorded and replayed (see runtime/cudagraph.py); None: at O3.
+    """
+
+    capture_mode: str = "ast"
+    jit_level: str = "O2"
+    fullgraph: bool = False
+    backend: str = "auto"
+    numerics: str = "fast"
+    name: str = ""
+    target: str | None = None
+    fast_math: bool = False
+    constants: bool = False
+    apart: bool = False
+    regions: bool = True
+    dynamic: bool | None = False
+    cuda_graph: bool | None = None
+
+    @property
+    def records(self) -> bool:
+        """Whether Programs are recorded as CUDA graphs: asked for, or by default at O3; never for a GPU that is not here."""
+        return self.target is None and (self.jit_level == "O3" if self.cuda_graph is None else self.cuda_graph)
+
+
+def check(name: str, value: Any, choices: tuple) -> None:
+    """Refuse an option that is none of its choices, by listing them; True is not 1 here."""
+    if not any(value is choice or type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
