@@ -134,7 +134,7 @@ class Specialisation:
         start = time.perf_counter()
         found = self.built.backward()
         self.compile_ms.setdefault("backward", (time.perf_counter() - start) * 1e3)
-        return found
+        return getattr(found, "first", found)
 
     @property
     def stages_ms(self) -> dict[str, float]:
@@ -209,6 +209,7 @@ def hold_for_sizes(found: Specialisation, symbols: Symbols, tensors: list[Tensor
         raise Unsupported("dynamic sizes", str(found.fallbacks[-1]))
     if found.built is not None and found.built.mutates and memory_pattern(tensors):
         raise Unsupported("dynamic sizes", "tensors that the function changes share memory")
+    _ = found.backward  # now: a backward that cannot be compiled with symbols is still to be had for one shape
     check, lifted = symbols.check(), found.lifted
 
     def with_sizes(leaves: list[Any]) -> list[Any] | None:
@@ -282,7 +283,7 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
         fail_compile(found, error, settings)
         set_eager_run(found, eager(captured.graph), positions, unflatten)
         return
-    found.forward = None if found.backend == "eager" else built.forward
+    found.forward = None if found.backend == "eager" else getattr(built.forward, "first", built.forward)
     found.record.update(built.graphs)
     found.fallbacks += [Fallback(op, reason) for op, reason in built.notes]
     pattern = memory_pattern(tensors) if built.mutates else None

@@ -52,7 +52,7 @@ def test_false_compiles_each_shape():
     assert jitted.cache_info().specialisations == 6
 
 
-@pytest.mark.parametrize("backend", ("eager",))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_case_25_dynamic_true(backend):
     jitted = jit(lambda x: torch.relu(x) * 3 - 1, backend=backend, dynamic=True)
     plain = jitted.__wrapped__

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent / "fusejit"
 # From the bottom up. A new file gets a place here; `folder/` stands for that folder's __init__.py.
 ORDER = [
     *("errors", "config", "forks"),
-    *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
+    *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/hinted", "codegen/sized", "codegen/formulas"),
+    *("codegen/ops", "codegen/decompose"),
     "codegen/algebra",
     *("codegen/views", "codegen/random"),
     *("codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing", "codegen/rules"),
@@ -36,8 +37,8 @@ ORDER = [
     *("autodiff/", "autodiff/attention", "autodiff/partition", "autodiff/bridge", "autodiff/joint", "autodiff/region", "autodiff/compose"),
     *("rewrites/ensemble", "rewrites/batch"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
-    *("runtime/workers", "runtime/static_launch", "runtime/launch", "runtime/tune", "runtime/direct", "runtime/eager", "runtime/bind"),
-    "runtime/promise",
+    *("runtime/workers", "runtime/static_launch", "runtime/launch", "runtime/sized", "runtime/tune", "runtime/direct", "runtime/eager"),
+    *("runtime/bind", "runtime/promise", "variants"),
     *("compile", "specialise", "sizes", "explain", "backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
       "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip

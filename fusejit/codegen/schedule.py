@@ -8,11 +8,12 @@ In: a cluster. Out: the cluster with its axes in the order that memory likes, an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .cluster import Cluster, Load
 from .cost import Device, Schedule, choose, full, machine
+from .hinted import hinted
 from .layout import permute
 from .ops import OPS
 from .realize import footprint
@@ -35,14 +36,36 @@ def schedule(cluster: Cluster, device: Device | None = None) -> tuple[Cluster, S
     """Return the cluster ready to render, and of the first template that applies the tiles that cost least."""
     device = device or machine()
     ordered = order(cluster).coalesced
-    template = next(t for t in TEMPLATES if t.applies(ordered))
-    return ordered, choose(ordered, template.tiles(ordered, device), device)
+    model = hinted(ordered)
+    template = next(t for t in TEMPLATES if t.applies(model))
+    tiles = choose(model, template.tiles(model, device), device)
+    return ordered, bucketed(ordered, model, tiles, device)
+
+
+def bucketed(cluster: Cluster, model: Cluster, tiles: Schedule, device: Device) -> Schedule:
+    """Return the schedule with one for each power of two that the length of a row may fall under, where that length varies."""
+    columns = product(cluster.reduce)
+    if tiles.template == "pointwise" and model is not cluster:  # a block for this call alone would be a small one
+        block = max(256, tiles["XBLOCK"])
+        return replace(tiles, blocks=(("XBLOCK", block),), num_warps=block // 256)
+    if tiles.template != "reduction_persistent" or isinstance(columns, int):
+        return tiles
+    longest = 64 if column_reduction(model) else MAX_ROW // max(1, model.held)
+    if columns > longest:  # not in this call; from now on an assumption
+        raise AssertionError("a persistent reduction was chosen for a row that is too long")
+    found = []
+    for limit in (1 << n for n in range(longest.bit_length())):
+        other = replace(model, reduce=(limit, *(1 for _ in model.reduce[1:])))
+        best = choose(other, _tile_persistent(other, device), device)
+        found.append((limit, replace(best, choice=None)))
+    return replace(tiles, buckets=tuple(found))
 
 
 # -- axes ------------------------------------------------------------------------------------------------------------------------------
 def order(cluster: Cluster) -> Cluster:
     """Sort the axes so that the innermost is the one along which the most bytes are neighbours."""
-    cost = [_traffic(cluster, axis) for axis in range(len(cluster.axes))]
+    model = hinted(cluster)
+    cost = [_traffic(model, axis) for axis in range(len(cluster.axes))]
     split = len(cluster.parallel)
     parallel = sorted(range(split), key=lambda a: cost[a])
     runs = [s.layout.strides or () for s in cluster.stores if s.mode and cluster.segments]
