@@ -26,7 +26,7 @@ ORDER = [
     "capture/arguments",
     *("rewrites/", "rewrites/source", "rewrites/jumps", "rewrites/liveness", "rewrites/select", "rewrites/flow", "rewrites/outline"),
     *("capture/effects", "capture/generators", "capture/identity", "capture/ordered", "capture/transforms", "capture/refused",
-      "capture/symbols", "capture/trace"),
+      "capture/symbols", "capture/lookalike", "capture/trace"),
     *("capture/guards", "capture/dynamic", "capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode"),
     "rewrites/exclude",
     *("capture/relocate", "capture/cut", "capture/regions", "rewrites/lazy_inline", "rewrites/hypermap"),

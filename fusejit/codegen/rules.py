@@ -464,6 +464,6 @@ CHECKS |= {
     "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,
     "copy_.default": lambda n: n.args[0].op == "placeholder",
-    "arange.start_step": lambda n: all(isinstance(a, int) or n.meta["val"].dtype.is_floating_point for a in n.args),
+    "arange.start_step": lambda n: all(isinstance(a, (int, Size)) or n.meta["val"].dtype.is_floating_point for a in n.args),
     "constant_pad_nd.default": lambda n: n.meta["val"].numel() > 0 and min(n.args[1], default=0) >= -(2**31),
 }  # fmt: skip

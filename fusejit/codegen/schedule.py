@@ -21,6 +21,7 @@ from .size import product
 
 STAGED = 65536  # bytes of shared memory for the stages of a loop
 MAX_ROW = 32768  # a longer row spills: it is looped over
+LONG_LOOP = 1024  # what a loop whose length varies is tiled for, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +39,33 @@ def schedule(cluster: Cluster, device: Device | None = None) -> tuple[Cluster, S
     ordered = order(cluster).coalesced
     model = hinted(ordered)
     template = next(t for t in TEMPLATES if t.applies(model))
+    if model is not ordered:
+        return ordered, varying(ordered, model, template, device)
+    return ordered, choose(ordered, template.tiles(ordered, device), device)
+
+
+def varying(cluster: Cluster, model: Cluster, template: Template, device: Device) -> Schedule:
+    """Return the schedule of a cluster whose sizes vary: good for larger ones too, and right for all.
+
+    Where a row is kept in registers, there is one for each power of two that its length may fall under.
+    """
+    columns, length = product(cluster.reduce), product(model.reduce)
+    if not isinstance(columns, int) and (column_reduction(model) or template.tiles is _tile_looped):  # as it is for longer ones
+        other = replace(model, reduce=(max(length, LONG_LOOP), *(1 for _ in model.reduce[1:])))
+        return choose(other, _tile_looped(other, device), device)
     tiles = choose(model, template.tiles(model, device), device)
-    return ordered, bucketed(ordered, model, tiles, device)
-
-
-def bucketed(cluster: Cluster, model: Cluster, tiles: Schedule, device: Device) -> Schedule:
-    """Return the schedule with one for each power of two that the length of a row may fall under, where that length varies."""
-    columns = product(cluster.reduce)
-    if tiles.template == "pointwise" and model is not cluster:  # a block for this call alone would be a small one
+    if tiles.template == "pointwise":  # a block for this call alone would be a small one
         block = max(256, tiles["XBLOCK"])
         return replace(tiles, blocks=(("XBLOCK", block),), num_warps=block // 256)
     if tiles.template != "reduction_persistent" or isinstance(columns, int):
         return tiles
-    longest = 64 if column_reduction(model) else MAX_ROW // max(1, model.held)
+    longest = 1 << (MAX_ROW // max(1, model.held)).bit_length() - 1
     if columns > longest:  # not in this call; from now on an assumption
         raise AssertionError("a persistent reduction was chosen for a row that is too long")
     found = []
     for limit in (1 << n for n in range(longest.bit_length())):
         other = replace(model, reduce=(limit, *(1 for _ in model.reduce[1:])))
-        best = choose(other, _tile_persistent(other, device), device)
-        found.append((limit, replace(best, choice=None)))
+        found.append((limit, replace(choose(other, _tile_persistent(other, device), device), choice=None)))
     return replace(tiles, buckets=tuple(found))
 
 

@@ -23,6 +23,8 @@ AnySize: TypeAlias = Any  # int | Size: what holds no symbol stays an int, and i
 STATE = threading.local()
 LARGEST = 1 << 40
 """No size is larger; what reads sizes from a call checks it."""
+UNKNOWN = (-(LARGEST**8), LARGEST**8)
+"""The bounds of what may be anything."""
 
 
 class Scope:
@@ -50,7 +52,7 @@ class Scope:
     def __exit__(self, *error: object) -> None:
         STATE.scope = self.outside
 
-    def atom(self, text: str, value: int, least: int, most: int = LARGEST) -> Size:
+    def atom(self, text: str, value: int, least: int, most: int) -> Size:
         """Name a size that the host computes; it is in least..most for all sizes."""
         name = next((known for known, other in self.atoms.items() if other == text), None)
         if name is None:
@@ -199,7 +201,7 @@ def _bounds(size: AnySize) -> tuple[int, int]:
     for monomial, coefficient in _terms(size):
         ends = [known[name] for name in monomial]
         if any(end[0] < 0 for end in ends):
-            return -LARGEST * LARGEST, LARGEST * LARGEST
+            return UNKNOWN
         least, most = product(e[0] for e in ends) * coefficient, product(e[1] for e in ends) * coefficient
         low, high = low + min(least, most), high + max(least, most)
     return low, high
@@ -227,8 +229,9 @@ def atom(function: str, *args: AnySize) -> AnySize:
                 return one if (low >= 0) == (function == "max") else two
         values = [hint(a) for a in args]
         ends = [_bounds(a) for a in args]
-        value, least = (max(values), max(low for low, _ in ends)) if function == "max" else (min(values), min(low for low, _ in ends))
-        return scope().atom(f"{function}({args[0]}, {args[1]})", value, least)
+        pick = max if function == "max" else min
+        least, most = (pick(end[side] for end in ends) for side in (0, 1))
+        return scope().atom(f"{function}({args[0]}, {args[1]})", pick(values), least, most)
     if getattr(STATE, "scope", None) is None:
         return symbol(f"{function}({', '.join(map(str, args))})")
     return _divided(function, *args)
@@ -236,7 +239,7 @@ def atom(function: str, *args: AnySize) -> AnySize:
 
 def number(text: str, value: float) -> Size:
     """Name a float that the host computes from sizes."""
-    made = scope().atom(text, value, -LARGEST)  # type: ignore[arg-type]
+    made = scope().atom(text, value, *UNKNOWN)  # type: ignore[arg-type]
     scope().floats |= symbols(made)
     return made
 
@@ -255,10 +258,10 @@ def _divided(function: str, a: AnySize, b: AnySize) -> AnySize:
         if isinstance(a, int):
             return whole + a // b if function == "floordiv" else a % b
     if function == "floordiv":
-        least = 0 if _bounds(a)[0] >= 0 and _bounds(b)[0] > 0 else -LARGEST
-        return whole + scope().atom(f"{a:} // {b:}", hint(a) // hint(b), least)
-    least = 0 if _bounds(b)[0] > 0 else -LARGEST
-    return scope().atom(f"{a:} % {b:}", hint(a) % hint(b), least, b - 1 if isinstance(b, int) else LARGEST)
+        ends = (0, _bounds(a)[1]) if _bounds(a)[0] >= 0 and _bounds(b)[0] > 0 else UNKNOWN
+        return whole + scope().atom(f"{a:} // {b:}", hint(a) // hint(b), *ends)
+    ends = (0, _bounds(b)[1] - 1) if _bounds(b)[0] > 0 else UNKNOWN
+    return scope().atom(f"{a:} % {b:}", hint(a) % hint(b), *ends)
 
 
 def divide(a: AnySize, b: AnySize) -> AnySize | None:
