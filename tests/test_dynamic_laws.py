@@ -157,3 +157,15 @@ def test_torch_s_expressions_are_spelt():
     value = env.create_unbacked_symint()
     name = str(value.node.expr)
     assert spell(value.node.expr, {name: "n"}) == "n"
+
+
+def test_an_index_is_checked_where_it_is_used():
+    def f(x):
+        y = x.index_select(0, torch.arange(x.shape[0] - 1, -1, -1))
+        return torch.cat([y, y[:1], y * 2], 0)
+
+    for dynamic in (False, True):
+        jitted = jit(f, backend="interpret", dynamic=dynamic)
+        for n in (17, 5):
+            x = torch.randn(n, 7)
+            assert torch.equal(jitted(x), f(x))

@@ -111,7 +111,8 @@ class Program:
             {
                 **{f: getattr(k, f) for f in ("name", "source", "grid", "num_warps", "num_stages", "debug", "fp_fusion")},
                 "variable": variable, "ops": k.ops, "constants": dict(k.constants),
-                "params": _repeated(k.params), "aligned": _repeated((True,) * len(k.params)), "own": own[k.name, k.grid], "tiles": _tiles(k),
+                "params": _repeated(k.params), "aligned": _repeated((True,) * len(k.params)), "own": own[k.name, k.grid],
+                "tiles": _tiles(k),
             }
             for k, variable in launchers.values()
         ]  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .cluster import Cluster, Expr, Load, Store, cast, compute, const, iota, load, postorder, random, reduction, rewrite, view
+from .cluster import Cluster, Compute, Expr, Load, Store, cast, compute, const, iota, load, postorder, random, reduction, rewrite, view
 from .decompose import short
 from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
@@ -229,6 +229,9 @@ def masked(value: Expr, mask: Expr) -> Expr:
     """Return `value` reading memory only where `mask` holds."""
 
     def visit(leaf: Expr) -> Expr:
+        if isinstance(leaf, Compute) and leaf.op == "checked_index":  # where nothing is read there is nothing to check
+            inside = compute("where", mask, leaf.args[0], const(0, INDEX), dtype=INDEX)
+            return compute("checked_index", inside, leaf.args[1], dtype=INDEX)
         if not isinstance(leaf, Load):
             return leaf
         both = mask if leaf.mask is None else compute("logical_and", leaf.mask, mask, dtype=torch.bool)
