@@ -134,7 +134,7 @@ def _kernels(fused: Lowered, options: Options, device: Device) -> tuple[list[Ker
         assert isinstance(step, Cluster)
         ready, tiles = schedule(step, device)
         made = render(ready, tiles, fused.buffers, options.numerics)
-        if options.jit_level == "O3" and tiles.choice is not None:
+        if options.jit_level == "O3" and tiles.choice is not None and not made.extents:
             listed = [replace(c.schedule, choice=tiles.choice) for c in tiles.choice.costs if c.resident][1:MOST]
             others = [render(ready, other, fused.buffers, options.numerics) for other in listed]
             here = options.backend == "triton" and not options.target
