@@ -9,6 +9,7 @@ In: a function or an `nn.Module`. Out: the same, compiled on its first call.
 
 from __future__ import annotations
 
+from .ahead import compile_for
 from .capture.mutable import mutable
 from .capture.ordered import assign, depend, print
 from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupported
@@ -21,7 +22,6 @@ from .rewrites.exclude import exclude_from_trace
 from .rewrites.hypermap import HyperMap, MultitypeFuncGraph
 from .rewrites.jit_class import jit_class
 from .rewrites.lazy_inline import lazy_inline, no_inline
-from .specialise import compile_for
 from .tracing import TraceFunction, partial_trace, trace
 
 __version__ = "0.1.0"

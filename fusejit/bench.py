@@ -32,11 +32,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from .ahead import compile_for
 from .blocks import BLOCKS, Block
 from .errors import FusejitError
 from .explain import Report
 from .jit import jit
-from .specialise import compile_for
 
 H100_COPY = 3.0e12  # bytes a second that a device copy reads and writes on an H100
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of any current GPU

@@ -106,8 +106,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _compile(arguments: argparse.Namespace) -> int:
     import torch
 
+    from .ahead import compile_for
     from .errors import FusejitError
-    from .specialise import compile_for
 
     function, args = _target(arguments)
     try:

@@ -31,11 +31,16 @@ from .codegen.render_foreach import render_foreach
 from .codegen.rules import RULES
 from .codegen.schedule import schedule
 from .codegen.simplify import simplify
+from .codegen.size import Scope
+from .codegen.size import scope as size_scope
+from .codegen.sized import Bound, bound, hints, sized
 from .codegen.split import split
 from .errors import CompileError
+from .runtime.eager import eager
 from .runtime.launch import compile_all, kernel
 from .runtime.tune import MOST, Tuned, tune
 from .runtime.workers import KernelSpec, compile_kernels
+from .variants import Variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class Options:
 
 def compile_graph(
     module: GraphModule, inputs: Sequence[Any], options: Options, *, record: Callable[[str, Any], None] | None = None
-) -> Program:
+) -> Program | Variants:
     """Compile a functional graph.
 
     Args:
@@ -63,6 +68,19 @@ def compile_graph(
         CompileError: a kernel does not compile.
     """
     note = record or (lambda stage, value: None)
+    known = bound(inputs)
+    if not known:
+        return one_program(module, inputs, options, note, ())
+
+    def for_sizes(values: dict[str, int]) -> tuple[Program, Scope]:
+        with Scope(values) as scope:
+            return one_program(*sized(module, inputs), options, note, known), scope
+
+    return Variants(known, for_sizes, hints(inputs, known), op_by_op(module))
+
+
+def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, note: Callable[[str, Any], None], known: Bound) -> Program:
+    """Compile a graph for one shape, or in an open `Scope` for all sizes that its assumptions allow."""
     clock = _Clock()
     device = machine(options.target)
     graph = clock("simplify", simplify(module))
@@ -81,6 +99,8 @@ def compile_graph(
     retargeted = torch.device("cuda") if options.target else None
     rendered = tuple(k for k in kernels if k is not None)
     program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, retargeted, rendered, clock.spent, tuned)
+    if known:
+        program.sizes, program.atoms, program.hints = known, size_scope().atoms, size_scope().hints
     note("source", program.source)
     try:
         _compile_kernels(program, options)
@@ -88,6 +108,18 @@ def compile_graph(
         lines = next((k.ops for k in program.kernels if k.name in str(error)), ())
         raise CompileError(f"{error}\nthe kernel was made of:\n" + "\n".join(f"  {line}" for line in lines)) from error
     clock("kernels", None)
+    return program
+
+
+def op_by_op(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """A functional graph as something that is called like a Program, and runs op by op."""
+    run = eager(module)
+
+    def program(inputs: list[Any]) -> Sequence[Any]:
+        given = tuple(inputs)
+        inputs.clear()
+        return run(*given)  # type: ignore[no-any-return]
+
     return program
 
 
@@ -102,7 +134,7 @@ def _kernels(fused: Lowered, options: Options, device: Device) -> tuple[list[Ker
         assert isinstance(step, Cluster)
         ready, tiles = schedule(step, device)
         made = render(ready, tiles, fused.buffers, options.numerics)
-        if options.jit_level == "O3" and tiles.choice is not None:
+        if options.jit_level == "O3" and tiles.choice is not None and not made.extents:
             listed = [replace(c.schedule, choice=tiles.choice) for c in tiles.choice.costs if c.resident][1:MOST]
             others = [render(ready, other, fused.buffers, options.numerics) for other in listed]
             here = options.backend == "triton" and not options.target
@@ -115,7 +147,7 @@ def _kernels(fused: Lowered, options: Options, device: Device) -> tuple[list[Ker
 
 def _compile_kernels(program: Program, options: Options) -> None:
     """Compile the program's kernels: for a named target without launching, or for this process's device."""
-    unique = list({k.name: k for k in program.kernels}.values())
+    unique = list({k.name: k for k in program.kernels if not k.extents}.values())  # where sizes vary, at the first launch
     if options.target:
         specs = [
             KernelSpec(k.source, k.name, k.params, k.constants, k.num_warps, k.num_stages, k.debug, (True,) * len(k.params), k.fp_fusion)

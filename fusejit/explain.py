@@ -11,18 +11,21 @@ In: a specialisation. Out: `Report`: fields for programs, `str()` for people. No
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .codegen.cluster import Cluster
+from .codegen.hinted import hinted, hinted_buffers
 from .codegen.kernel import Kernel, reads_of
-from .codegen.lower import Extern, refs
+from .codegen.lower import Buffer, Extern, refs
 from .codegen.program import Program
+from .codegen.size import Scope
 from .runtime.cudagraph import Recorded
 from .specialise import Fallback, Specialisation
+from .variants import Variants
 
 aten = torch.ops.aten
 NO_KERNEL = {aten.detach.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
@@ -180,8 +183,25 @@ def report(found: Specialisation, name: str) -> Report:
         effects=tuple(found.effects), control=tuple(found.control), eager=_eager(found),
         bytes_minimum=_bytes_minimum(found, backward),
         compile_ms=found.stages_ms, stages=dict(found.record), why=found.why, inlined=tuple(dict.fromkeys(found.inlined)),
-        dynamic=tuple(found.dynamic), regions=_regions(found), unbound=found.unbound,
+        dynamic=(*found.dynamic, *_variants(found)), regions=_regions(found), unbound=found.unbound,
     )  # fmt: skip
+
+
+def _variants(found: Specialisation) -> list[str]:
+    """What the Programs of a graph whose sizes vary assume of them, and how long rows share a kernel."""
+    halves = () if found.built is None else (("forward", found.built.forward), ("backward", found.built.backward()))
+    lines = []
+    for half, variants in halves:
+        if not isinstance(variants, Variants):
+            continue
+        if len(variants.programs) > 1:
+            lines += [f"{half}: a variant for {assumed}" for assumed, _ in variants.programs]
+        lines += [f"{half}: {op}: {reason}" for op, reason in variants.notes]
+        for kernel in (kernel for _, program in variants.programs for kernel in program.kernels):
+            if kernel.schedule.buckets:
+                longest = kernel.schedule.buckets[-1][0]
+                lines.append(f"{kernel.name}: rows of any length up to {longest}, in buckets by power of two, each compiled when it is met")
+    return lines
 
 
 def joined(parts: Sequence[Report], name: str) -> Report:
@@ -216,9 +236,9 @@ def _together(halves: Sequence[Half]) -> Half:
 def _program(program: Program | None) -> Half:
     if program is None:
         return Half()
-    moved = sum(k.bytes_read + k.bytes_written for k in program.kernels)
+    moved, (buffers, _) = sum(k.bytes_read + k.bytes_written for k in program.kernels), _in_numbers(program)
     for call in program.externs:
-        moved += sum(program.buffers[n].bytes for n in (*call.reads, *(o for o in call.outputs if o)))
+        moved += sum(buffers[n].bytes for n in (*call.reads, *(o for o in call.outputs if o)))
     calls: dict[str, list[Extern]] = {}
     for call in program.calls:
         calls.setdefault(f"{call.target} {id(call.program)}", []).append(call)
@@ -261,11 +281,37 @@ def _eager(found: Specialisation) -> tuple[tuple[str, int], ...]:
         return tuple(row for known in found.built.regions for row in rows[id(known)])
     values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
     grad = found.built.backward() is not None
-    with values[0].fake_mode if values else contextlib.nullcontext():  # of their own memory: equal blocks share their fake weights
-        copies = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-    inputs = [v.requires_grad_(grad and own) for v, own in zip(copies, found.differentiable, strict=True)]
+    inputs = [v.requires_grad_(grad and own) if own else v for v, own in zip(_copies(values), found.differentiable, strict=True)]
     with torch.set_grad_enabled(grad):
         return _counted(joint(graph, inputs))
+
+
+def _copies(values: list[Any]) -> list[Any]:
+    """Fake tensors like those of a capture, of their own memory (equal blocks share their fake weights), all sizes numbers."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if not values:
+        return []
+    symbolic = any(isinstance(value, torch.SymInt) for value in values)
+    with FakeTensorMode() if symbolic else values[0].fake_mode:
+        return [
+            torch.empty_strided(_numbers(v.shape), _numbers(v.stride()), dtype=v.dtype, device=v.device)
+            if isinstance(v, torch.Tensor)
+            else _numbers([v])[0]
+            for v in values
+        ]
+
+
+def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes as they were in the call that was traced; asking torch for their values would fix them."""
+    return tuple(n.node.hint if isinstance(n, torch.SymInt) else n for n in sizes)
+
+
+def _in_numbers(program: Program) -> tuple[dict[str, Buffer], list[Any]]:
+    """A Program's buffers and its kernels' clusters as they are in the call that was compiled for."""
+    with Scope(program.hints):
+        clusters = [hinted(k.cluster) if isinstance(k.cluster, Cluster) else k.cluster for k in program.kernels]
+        return hinted_buffers(program.buffers, program.buffers), clusters
 
 
 def _counted(graph: torch.fx.GraphModule) -> tuple[tuple[str, int], ...]:
@@ -302,9 +348,9 @@ def _bytes_minimum(found: Specialisation, backward: Program | None) -> int:
 def _boundary(program: Program) -> int:
     """The bytes of what comes into a Program and is read, and of what it makes or changes and keeps."""
     read: dict[str, int] = {}
-    buffers, inputs = program.buffers, set(program.inputs)
+    (buffers, clusters), inputs = _in_numbers(program), set(program.inputs)
     for found in (
-        *(reads_of(k.cluster, buffers) for k in program.kernels),
+        *(reads_of(cluster, buffers) for cluster in clusters),
         *({n: buffers[n].bytes for n in e.reads} for e in (*program.externs, *program.calls)),
     ):
         for name in found.keys() & inputs:
@@ -321,6 +367,6 @@ def _tensors(value: Any) -> Sequence[torch.Tensor]:
 
 def _size(value: torch.Tensor) -> int:
     elements = 1
-    for n, stride in zip(value.shape, value.stride(), strict=True):
+    for n, stride in zip(_numbers(value.shape), _numbers(value.stride()), strict=True):
         elements *= n if stride != 0 or n == 0 else 1
     return elements * value.dtype.itemsize

@@ -34,13 +34,14 @@ from .capture.mutable import family
 from .capture.reasons import differences, named
 from .errors import CaptureError, FusejitError, Unsupported
 from .forks import renewed
+from .programs import resolve
 from .rewrites.capture import call_rewritten
 from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
 from .runtime.bind import MISS, Bindings, Call, elsewhere
 from .runtime.promise import promised, unguarded
 from .settings import Settings
 from .sizes import specialise_sizes
-from .specialise import TINY, Fallback, Specialisation, eager_specialisation, refusal, resolve, specialise
+from .specialise import TINY, Fallback, Specialisation, eager_specialisation, refusal, specialise
 
 log = logging.getLogger("fusejit")
 RECEIVERS = 16

@@ -14,7 +14,8 @@ from typing import Any
 
 from .capture.dynamic import Dynamic
 from .errors import CaptureError, Unsupported
-from .specialise import BackendError, Specialisation
+from .programs import BackendError
+from .specialise import Specialisation
 
 
 def specialise_sizes(

@@ -11,8 +11,6 @@ In: a capture and the options of `jit`. Out: a `Specialisation`: `lifted(leaves)
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +19,7 @@ from typing import Any
 import torch
 
 from . import config
-from .capture import tree
 from .capture.constants import constants
-from .capture.cut import Region
 from .capture.guards import Guards, memory_pattern
 from .capture.lines import error_lines
 from .capture.reads import Effect
@@ -32,11 +28,12 @@ from .capture.symbols import Symbols
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
+from .programs import build_programs, check_devices, resolve
 from .rewrites.capture import capture_rewritten
 from .rewrites.control import Outcome
 from .runtime.choose import choose, measurable
 from .runtime.eager import eager
-from .settings import BACKENDS, Settings
+from .settings import Settings
 
 Tensor = torch.Tensor
 TINY = "a program of one or two launches"
@@ -105,7 +102,7 @@ class Specialisation:
         start = time.perf_counter()
         found = self.built.backward()
         self.compile_ms.setdefault("backward", (time.perf_counter() - start) * 1e3)
-        return found
+        return getattr(found, "first", found)
 
     @property
     def stages_ms(self) -> dict[str, float]:
@@ -180,6 +177,7 @@ def hold_for_sizes(found: Specialisation, symbols: Symbols, tensors: list[Tensor
         raise Unsupported("dynamic sizes", str(found.fallbacks[-1]))
     if found.built is not None and found.built.mutates and memory_pattern(tensors):
         raise Unsupported("dynamic sizes", "tensors that the function changes share memory")
+    _ = found.backward  # now: a backward that cannot be compiled with symbols is still to be had for one shape
     check, lifted = symbols.check(), found.lifted
 
     def with_sizes(leaves: list[Any]) -> list[Any] | None:
@@ -253,7 +251,7 @@ def compile_into(found: Specialisation, tensors: list[Tensor], settings: Setting
         fail_compile(found, error, settings)
         set_eager_run(found, eager(captured.graph), positions, unflatten)
         return
-    found.forward = None if found.backend == "eager" else built.forward
+    found.forward = None if found.backend == "eager" else getattr(built.forward, "first", built.forward)
     found.record.update(built.graphs)
     found.fallbacks += [Fallback(op, reason) for op, reason in built.notes]
     pattern = memory_pattern(tensors) if built.mutates else None
@@ -293,81 +291,6 @@ def keep_quicker(found: Specialisation, tensors: list[Tensor], positions: tuple[
         program.tuned = (*program.tuned, f"the whole: {choice.why}")
 
 
-def build_programs(found: Specialisation, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
-    """Trace the joint graph and compile it with fusejit's own back end."""
-    from .autodiff.attention import retarget_attention
-    from .autodiff.compose import compose
-    from .autodiff.cumprod import scan_cumprods
-    from .autodiff.joint import build
-    from .autodiff.region import Toolchain, call_regions
-    from .codegen import decompose, random
-    from .compile import Options, compile_graph, dump
-    from .runtime import cudagraph
-
-    prepare_interpreter(found.backend)
-    plain = found.backend == "eager" or settings.jit_level == "O0"
-    if plain:
-        found.backend = "eager"
-    options = Options(backend=found.backend, jit_level=settings.jit_level, numerics=settings.numerics, target=settings.target)
-
-    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
-        start = time.perf_counter()
-
-        def record(name: str, value: Any) -> None:
-            found.record[f"{stage}.{name}"] = value
-            dump(f"{stage}.{name}", value)
-
-        program: Any = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
-        if not plain and settings.records:
-            program = cudagraph.record(program)
-        spent = (time.perf_counter() - start) * 1e3
-        found.compile_ms[stage] = found.compile_ms.get(stage, 0.0) + spent
-        return program
-
-    start = time.perf_counter()
-    elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
-    rewrite = (lambda module: scan_cumprods(retarget_attention(module))) if elsewhere else scan_cumprods
-    rewrite = (lambda module: module) if plain else rewrite
-    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain)))
-    decompositions = {} if plain else random.with_draws(decompose.table(), settings.numerics)
-    tools = Toolchain(region_compiler(options), decompositions, rewrite, flavour)
-    graph = rewrite(graph)
-    calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
-    built = compose(graph, tensors, tools, compiler) if calls else None
-    if built is None:
-        graph, regions = call_regions(graph, tools)
-        built = build(graph, tensors, compiler, tools.decompositions)
-        built.regions = regions
-    found.inlined += tools.notes
-    found.compile_ms["regions"] = tools.spent_ms
-    found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - sum(
-        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions")
-    )
-    return built
-
-
-def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """A functional graph as something that is called like a Program, and runs op by op."""
-    run = eager(module)
-
-    def program(inputs: list[Any]) -> Sequence[Any]:
-        given = tuple(inputs)
-        inputs.clear()
-        return run(*given)
-
-    return program
-
-
-def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
-    """The compiler of regions, which outlive the specialisation that needs them first and therefore know nothing of it."""
-    from .compile import compile_graph, dump
-
-    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
-        return compile_graph(module, inputs, options, record=lambda name, value: dump(f"{stage}.{name}", value))
-
-    return compiler
-
-
 def fail_compile(found: Specialisation, error: Exception, settings: Settings) -> None:
     """Record a failed compilation, or raise it where the user wants no fallback."""
     if type(error).__name__ in DATA_DEPENDENT:  # a gradient or a decomposition can depend on values where the function does not
@@ -385,106 +308,3 @@ def fail_compile(found: Specialisation, error: Exception, settings: Settings) ->
     found.fallbacks.append(fallback)
     found.backend = "eager"
     found.record["error"] = error
-
-
-class BackendError(FusejitError):
-    """A backend that cannot run here at all; never a fallback."""
-
-    final = True
-
-
-def resolve(settings: Settings, tensors: Sequence[Tensor]) -> str:
-    """Decide the backend of a call from the option, the environment and the tensors' devices."""
-    backend = settings.backend
-    if backend == "auto":
-        backend = config.read("backend")
-        if backend not in BACKENDS:
-            raise ValueError(f"FUSEJIT_BACKEND={backend!r}: choose one of {', '.join(BACKENDS)}")
-    if backend == "auto":
-        backend = "triton" if any(tensor.is_cuda for tensor in tensors) else "eager"
-    if settings.target is None and tensors and backend == "triton" and not any(tensor.is_cuda for tensor in tensors):
-        raise BackendError(
-            "backend='triton' needs CUDA tensors, and all of these are on the CPU: use backend='auto' (eager on the CPU), "
-            "'interpret' (the same kernels, slowly, on the CPU), or fusejit.compile_for(...) to compile without a GPU"
-        )
-    return backend
-
-
-def check_devices(backend: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors of several devices in one graph, Python-number-like CPU tensors aside."""
-    devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise Unsupported("tensors on several devices", f"{names}: one graph runs on one device")
-    if backend == "interpret" and any(device.type != "cpu" for device in devices):
-        raise BackendError("backend='interpret' runs on CPU tensors: use backend='triton' for CUDA ones")
-
-
-def prepare_interpreter(backend: str) -> None:
-    """Switch Triton's interpreter on, which works only before Triton is imported."""
-    if backend != "interpret" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        return
-    if "triton" in sys.modules:
-        raise BackendError(
-            "backend='interpret' needs TRITON_INTERPRET=1 before triton is imported, and it is imported already: "
-            "set TRITON_INTERPRET=1 in the environment of the process"
-        )
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """What `compile_for` returns: the forward Program and, where something requires grad, the backward one.
-
-    Attributes:
-        kernels: those of both; `.ptx`, `.cubin`, `.n_regs`, `.n_spills`, `.shared` and `.wide_loads` of each are there.
-        source: of both, as one Python text. compile_ms: milliseconds by stage. specialisation: the graphs of each stage.
-    """
-
-    forward: Any
-    backward: Any
-    specialisation: Specialisation
-
-    @property
-    def compile_ms(self) -> dict[str, float]:
-        return self.specialisation.stages_ms
-
-    @property
-    def kernels(self) -> list[Any]:
-        halves = [program for program in (self.forward, self.backward) if program is not None]
-        return [kernel for half in halves for program in (half, *half.called) for kernel in program.kernels]
-
-    @property
-    def source(self) -> str:
-        return "\n\n".join(program.source for program in (self.forward, self.backward) if program is not None)
-
-
-def compile_for(
-    fn: Callable,
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None = None,
-    *,
-    target: str = "sm_90",
-    jit_level: str = "O2",
-    numerics: str = "fast",
-    name: str | None = None,
-) -> Programs:
-    """Compile a function for a GPU without running it, and without the GPU.
-
-    Args:
-        fn: function or `nn.Module`; args, kwargs: of one call. Tensors may be on the CPU, or fake; their values do not matter.
-        target: the GPU's architecture: "sm_80", "sm_90", ...
-
-    Raises:
-        CaptureError: the function cannot be captured. CompileError: a kernel cannot be compiled.
-    """
-    fn = getattr(fn, "__wrapped__", fn) if hasattr(type(fn), "explain") else fn  # of a jitted function, the original
-    name = name or str(getattr(fn, "__qualname__", type(fn).__name__))
-    settings = Settings(jit_level=jit_level, fullgraph=True, backend="triton", numerics=numerics, name=name, target=target)
-    leaves: list[Any] = []
-    tree.flatten((tuple(args), kwargs or {}), leaves)
-    try:
-        found = specialise(fn, tuple(args), kwargs or {}, leaves, settings)
-    except Unsupported as error:
-        raise CaptureError(f"cannot capture {name!r}: {error}") from error
-    return Programs(found.forward, found.backward, found)

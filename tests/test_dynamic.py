@@ -52,7 +52,7 @@ def test_false_compiles_each_shape():
     assert jitted.cache_info().specialisations == 6
 
 
-@pytest.mark.parametrize("backend", ("eager",))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_case_25_dynamic_true(backend):
     jitted = jit(lambda x: torch.relu(x) * 3 - 1, backend=backend, dynamic=True)
     plain = jitted.__wrapped__
@@ -221,3 +221,130 @@ def test_a_module_keeps_its_parameters_static():
         x = torch.randn(n, 8)
         torch.testing.assert_close(jitted(x), model(x))
     assert jitted.cache_info().specialisations == 2
+
+
+# -- kernels
+
+
+class Attention(torch.nn.Module):
+    """A block in the style of Hugging Face's: norms, rotary embedding, a causal mask, a gated MLP."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, torch.nn.RMSNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width, bias=False), torch.nn.Linear(width, width, bias=False)
+        self.gate, self.up = torch.nn.Linear(width, 2 * width), torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
+
+    def rotate(self, x):
+        half = x.shape[-1] // 2
+        places = torch.arange(x.shape[-2], device=x.device)[:, None] / 10 ** torch.linspace(0, 1, half)
+        angle = torch.cat([places, places], -1)
+        return x * angle.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * angle.sin()
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        scores = self.rotate(q) @ self.rotate(k).transpose(-1, -2) * q.shape[-1] ** -0.5
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = torch.softmax(scores.masked_fill(mask, float("-inf")).float(), -1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_transformer_block_of_any_length(backend):
+    model = Attention()
+    jitted = jit(model, backend=backend)
+    for length in (5, 9, 33):
+        ours = torch.randn(2, length, 16, requires_grad=True)
+        theirs = ours.detach().clone().requires_grad_()
+        got, want = jitted(ours), model(theirs)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        grads = [torch.autograd.grad(y.square().sum(), [x, *model.parameters()]) for y, x in ((got, ours), (want, theirs))]
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
+    info = jitted.cache_info()
+    assert info[:4] == (2, 1, 2, 0) and "dimension 1 of x changed: 5 → 9, now dynamic" in info.reasons[1]
+
+
+def test_rows_of_many_lengths_share_a_kernel():
+    jitted = jit(lambda x: torch.softmax(x * 2, -1), backend="interpret", dynamic=True)
+    for n in range(2, 40):
+        x = torch.randn(3, n)
+        torch.testing.assert_close(jitted(x), jitted.__wrapped__(x))
+    assert jitted.cache_info()[:3] == (1, 37, 1)
+    (kernel,) = jitted.program(x).kernels
+    launcher = jitted.program(x).call.__globals__[kernel.name]
+    assert sorted({launcher.tiles[bucket][0] for bucket, _ in launcher.compiled}) == [2, 4, 8, 16, 32, 64]
+    assert "in buckets by power of two" in str(jitted.explain(x))
+
+
+def test_a_row_too_long_for_registers_has_a_variant():
+    jitted = jit(lambda x: torch.softmax(x, -1), backend="interpret", dynamic=True)
+    for n in (40, 40000, 33, 50000):
+        x = torch.randn(2, n)
+        torch.testing.assert_close(jitted(x), torch.softmax(x, -1))
+    assert jitted.cache_info()[:3] == (1, 3, 1)
+    variants = jitted.specialisation(x).built.forward
+    assert [program.kernels[0].template for _, program in variants.programs] == ["reduction_looped", "reduction_persistent"]
+    assert "forward: a variant for not (32768 < s1)" in str(jitted.explain(x))
+
+
+def test_what_the_kernels_cannot_do_is_compiled_for_one_shape_and_said():
+    jitted = jit(lambda x: torch.log(torch.exp(x)) + 1, backend="interpret", dynamic=True, fast_math=True)
+    for n in (3, 4):
+        x = torch.randn(n)
+        torch.testing.assert_close(jitted(x), x + 1)
+    assert jitted.cache_info()[:4] == (2, 0, 2, 0)
+    assert "all sizes are numbers: dynamic sizes: fast_math" in str(jitted.explain(torch.randn(3)))
+
+
+def test_torch_s_own_functions_mark():
+    x = torch.randn(4, 3)
+    torch._dynamo.mark_dynamic(x, 0)
+    jitted = jit(lambda x: x * 2, backend="eager")
+    jitted(x)
+    jitted(torch.randn(9, 3))
+    assert jitted.cache_info()[:3] == (1, 1, 1)
+    assert jitted.specialisation(x).dynamic == ["dimension 0 of x is marked dynamic"]
+
+
+def test_sizes_are_ints_to_the_user_s_python():
+    def f(x, table={4: 1.5}):  # noqa: B006
+        n = x.shape[0]
+        y = x * 2 if isinstance(n, int) else x * 1000
+        return y + table.get(n, 0.25) + len(f"{n}") + (10 if isinstance(n, (float, str)) else 0)
+
+    jitted = jit(f, backend="eager", dynamic=True)
+    for n in (4, 5, 12):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(jitted(x), f(x))
+    plain = isinstance
+    assert isinstance is plain and torch.SymInt.__hash__ is not int.__hash__
+
+
+def test_gradients_through_changes_in_place_and_views():
+    def f(x, y):
+        z = x * 1
+        z.add_(y)
+        return z.t(), z[1:] * 2
+
+    jitted = jit(f, backend="interpret", dynamic=True)
+    for n, m in ((3, 5), (4, 6), (7, 2)):
+        x = torch.randn(n, m, requires_grad=True)
+        y = torch.randn(n, m)
+        got, want = jitted(x, y), f(x, y)
+        torch.testing.assert_close(got, want)
+        a, b = (torch.autograd.grad(one.sum() + (two * two).sum(), x) for one, two in (got, want))
+        torch.testing.assert_close(a, b)
+    assert jitted.cache_info().specialisations == 1
+
+
+def test_results_that_no_one_needs():
+    jitted = jit(lambda x: (x * 2, torch.softmax(x, 0)), backend="interpret", dynamic=True)
+    for n in (3, 5, 9):
+        x = torch.randn(n, 4, requires_grad=True)
+        (ours,) = torch.autograd.grad(jitted(x)[1].square().sum(), x)
+        (theirs,) = torch.autograd.grad(torch.softmax(x, 0).square().sum(), x)
+        torch.testing.assert_close(ours, theirs)
+    assert jitted.cache_info().specialisations == 1

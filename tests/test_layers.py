@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent / "fusejit"
 # From the bottom up. A new file gets a place here; `folder/` stands for that folder's __init__.py.
 ORDER = [
     *("errors", "config", "forks", "settings"),
-    *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/formulas", "codegen/ops", "codegen/decompose"),
+    *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/hinted", "codegen/sized", "codegen/formulas"),
+    *("codegen/ops", "codegen/decompose"),
     "codegen/algebra",
     *("codegen/views", "codegen/random"),
     *("codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing"),
@@ -26,7 +27,7 @@ ORDER = [
     "capture/arguments",
     *("rewrites/", "rewrites/source", "rewrites/jumps", "rewrites/liveness", "rewrites/select", "rewrites/flow", "rewrites/outline"),
     *("capture/effects", "capture/generators", "capture/identity", "capture/ordered", "capture/transforms", "capture/refused",
-      "capture/symbols", "capture/trace"),
+      "capture/symbols", "capture/lookalike", "capture/trace"),
     *("capture/guards", "capture/dynamic", "capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode"),
     "rewrites/exclude",
     *("capture/relocate", "capture/cut", "capture/regions", "rewrites/lazy_inline", "rewrites/hypermap"),
@@ -38,9 +39,10 @@ ORDER = [
     *("autodiff/region", "autodiff/compose"),
     *("rewrites/ensemble", "rewrites/batch"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
-    *("runtime/workers", "runtime/static_launch", "runtime/launch", "runtime/tune", "runtime/direct", "runtime/eager", "runtime/bind"),
-    *("runtime/promise", "runtime/cudagraph", "runtime/choose"),
-    *("compile", "specialise", "sizes", "explain", "backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
+    *("runtime/workers", "runtime/static_launch", "runtime/launch", "runtime/sized", "runtime/tune", "runtime/direct", "runtime/eager"),
+    *("runtime/bind", "runtime/promise", "runtime/cudagraph", "runtime/choose", "variants"),
+    *("compile", "programs", "specialise", "ahead", "sizes", "explain"),
+    *("backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
       "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 

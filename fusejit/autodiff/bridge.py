@@ -57,7 +57,10 @@ class Differentiable:
         self.requires_grad = tuple(requires_grad)
         self.fixed = tuple(number for number, grad in enumerate(requires_grad) if not grad)
         self.values = [node.meta["val"] for node in halves.backward.graph.nodes if node.op == "placeholder"]
-        self.traced = tuple(tuple(value.stride()) for value in self.values[halves.saved :])
+        tangents = self.values[halves.saved :]
+        self.sized = any(isinstance(n, torch.SymInt) for value in self.values for n in (getattr(value, "shape", None) or (value,)))
+        self.traced: tuple = () if self.sized else tuple(tuple(value.stride()) for value in tangents)
+        self.orders = [dense_order(value) for value in tangents] if self.sized else []
         self.programs: dict[tuple, Any] = {}
         self.gone: dict[tuple, frozenset[int]] = {}
         self.lock = renewed(threading.Lock())
@@ -115,9 +118,14 @@ class Differentiable:
             found = self.gone[strides] = unreached(self.halves.backward, self.halves.saved, strides)
         return found
 
-    def run_backward(self, saved: list[Any], tangents: list[Any]) -> tuple:
-        """Gradients of all inputs from saved tensors and tangents (None where no one needs a result)."""
-        strides = tuple([None if tangent is None else tangent.stride() for tangent in tangents])
+    def run_backward(self, saved: list[Any], tangents: list[Any], shapes: Sequence[Any] = ()) -> tuple:
+        """Gradients of all inputs from saved tensors and tangents (None where no one needs a result, whose shape is in `shapes`)."""
+        absent = tuple([None if tangent is None else () for tangent in tangents]) if self.sized and any(t is None for t in tangents) else ()
+        if self.sized:
+            tangents = [in_order(*parts) for parts in zip(tangents, shapes, self.orders, self.values[self.halves.saved :], strict=True)]
+            strides: tuple = ()
+        else:
+            strides = tuple([None if tangent is None else tangent.stride() for tangent in tangents])
         program = self.program(strides)
         if program is None:
             tangents = [as_traced(tangent, value) for tangent, value in zip(tangents, self.values[self.halves.saved :])]
@@ -128,8 +136,24 @@ class Differentiable:
                 found = program(saved)
         else:
             found = program(saved)
+        strides = absent or strides
         gone = self.unreached(strides) if None in strides else ()
         return tuple([None if place is None or place in gone else found[place] for place in self.halves.gradients])
+
+
+def dense_order(value: Tensor) -> tuple[int, ...]:
+    """The axes of a tangent as traced, outermost in memory first."""
+    strides: list[Any] = list(value.stride())
+    known = [stride.node.hint if isinstance(stride, torch.SymInt) else stride for stride in strides]
+    return tuple(sorted(range(value.dim()), key=lambda axis: (-known[axis], axis)))
+
+
+def in_order(tangent: Tensor | None, shape: Any, order: tuple[int, ...], value: Tensor) -> Tensor:
+    """A tangent of any size, dense in the order of axes that the backward was traced with."""
+    if tangent is not None and tangent.permute(order).is_contiguous():
+        return tangent
+    made = torch.empty_permuted(shape, order, dtype=value.dtype, device=value.device)
+    return made.zero_() if tangent is None else made.copy_(tangent)
 
 
 def as_traced(tangent: Tensor | None, value: Tensor) -> Tensor:
@@ -177,13 +201,15 @@ def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple, gone: fr
 def make_function(owner: Differentiable) -> Any:
     """The `autograd.Function` of one specialisation."""
     halves, forward_program, fixed = owner.halves, owner.forward, owner.fixed
-    count = halves.results
+    count, numbers = halves.results, halves.results + halves.sizes
 
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple:
             results = forward_program(list(inputs))
-            ctx.save_for_backward(*results[count:])
+            ctx.save_for_backward(*results[numbers:])
+            if owner.sized:
+                ctx.sizes, ctx.shapes = results[count:numbers], [result.shape for result in results[:count]]
             if fixed:
                 ctx.mark_non_differentiable(*[results[number] for number in fixed])
             ctx.materialize_grads = False
@@ -195,11 +221,15 @@ def make_function(owner: Differentiable) -> Any:
             if all(tangent is None for tangent in tangents):
                 return (None,) * len(halves.gradients)
             saved = list(ctx.saved_tensors)
+            shapes: list[Any] = []
+            if owner.sized:
+                saved = [*ctx.sizes, *saved]
+                shapes = [shape for shape, grad in zip(ctx.shapes, owner.requires_grad) if grad]
             ctx.maybe_clear_saved_tensors()
             if not torch.is_grad_enabled():
-                return owner.run_backward(saved, tangents)
+                return owner.run_backward(saved, tangents, shapes)
             with torch.no_grad():
-                found = owner.run_backward(saved, tangents)
+                found = owner.run_backward(saved, tangents, shapes)
             places = [number for number, gradient in enumerate(found) if gradient is not None]
             anchor = torch.zeros((), requires_grad=True)
             marked = dict(zip(places, SecondOrder.apply(anchor, *[found[number] for number in places])))

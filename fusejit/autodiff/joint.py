@@ -393,8 +393,8 @@ def flat_graph(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def placeholder_values(module: torch.fx.GraphModule) -> list[Any]:
-    """The fake tensors of a graph's inputs."""
-    return [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    """The fake tensors of a graph's inputs; None for a number."""
+    return [node.meta.get("val") for node in module.graph.nodes if node.op == "placeholder"]
 
 
 def outside_autocast(program: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -25,6 +25,7 @@ class Halves:
         forward: inputs to (results..., saved tensors...).
         backward: (saved tensors..., tangents...) to the gradients that exist.
         results: number of results; saved: number of saved tensors.
+        sizes: how many of these, the first ones, are numbers.
         gradients: for each input of the forward, the index of its gradient among the backward's outputs, or None.
     """
 
@@ -33,6 +34,7 @@ class Halves:
     results: int
     saved: int
     gradients: tuple[int | None, ...]
+    sizes: int = 0
 
 
 def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
@@ -40,6 +42,7 @@ def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
     from torch._functorch.partitioners import min_cut_rematerialization_partition  # costs seconds of import: only when compiling
 
     forward, backward = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=results)
+    sizes = save_in_order(forward, backward, results)
     outputs = forward.graph.output_node().args[0]
     keep_mutated(forward, results)
     gradients: list[int | None] = []
@@ -51,7 +54,19 @@ def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
             kept.append(value)
     output.args = (tuple(kept),)
     backward.recompile()
-    return Halves(forward, backward, results, len(outputs) - results, tuple(gradients))  # type: ignore[arg-type]
+    return Halves(forward, backward, results, len(outputs) - results, tuple(gradients), sizes)  # type: ignore[arg-type]
+
+
+def save_in_order(forward: GraphModule, backward: GraphModule, results: int) -> int:
+    """Let the forward return what it saves in the backward's order, in which sizes come first; returns their number."""
+    output = forward.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    saved = {value.name: value for value in values[results:] if isinstance(value, torch.fx.Node)}
+    inputs = [node for node in backward.graph.nodes if node.op == "placeholder"][: len(values) - results]
+    sizes = sum(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs)
+    if sizes:
+        output.args = ((*values[:results], *(saved[node.name] for node in inputs)),)
+    return sizes
 
 
 def keep_mutated(forward: GraphModule, results: int) -> None:

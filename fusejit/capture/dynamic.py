@@ -93,12 +93,14 @@ class Dynamic:
         family = self.families.setdefault(without_sizes(key), Family())
         changed = self.note(family, key)
         strict: set[Axis] = set()
+        asked: set[Axis] = set()
         varying: dict[int, frozenset[int]] = {}
         for number, entry in enumerate(key[2][1:]):
             if varies(entry):
                 marked = marks(leaves[number], "_dynamo_dynamic_indices")
                 axes = self.axes(family, number, leaves[number], marked)
                 strict |= {Axis(number, axis) for axis in marked & axes}
+                asked |= {Axis(number, axis) for axis in marks(leaves[number], "_dynamo_weak_dynamic_indices") | marked}
                 if axes or self.free_strides(family, number):
                     varying[number] = axes
         if not varying or family.refused:
@@ -114,7 +116,7 @@ class Dynamic:
         symbols = Symbols(leaves, varying, free, frozenset(family.apart))
         if not symbols.ints:
             return Choice(None)
-        return Choice(symbols, "; ".join(self.reasons(symbols, key, changed, name)), frozenset(strict))
+        return Choice(symbols, "; ".join(self.reasons(symbols, key, (changed, asked), name)), frozenset(strict))
 
     def note(self, family: Family, key: tuple) -> dict[Axis, int]:
         """Compare a call's sizes with those before; returns what changed now and its value before."""
@@ -144,9 +146,9 @@ class Dynamic:
     def free_strides(self, family: Family, number: int) -> list[int]:
         return [axis for axis, value in enumerate(family.strides[number]) if value == VARIES]
 
-    def reasons(self, symbols: Symbols, key: tuple, changed: dict[Axis, int], name: Callable[[Any, int], str]) -> list[str]:
+    def reasons(self, symbols: Symbols, key: tuple, known: tuple[dict[Axis, int], set[Axis]], name: Callable[[Any, int], str]) -> list[str]:
         """Say of each symbol why it is one."""
-        lines = []
+        lines, (changed, asked) = [], known
         for axes in symbols.axes.values():
             for axis in axes:
                 what = f"{'stride' if axis.stride else 'dimension'} {axis.number} of {name(key[0], axis.leaf)}"
@@ -156,7 +158,7 @@ class Dynamic:
                 elif self.setting is True:
                     lines.append(f"{what} is dynamic")
                 else:
-                    lines.append(f"{what} has changed before or is marked, dynamic")
+                    lines.append(f"{what} is marked dynamic" if axis in asked else f"{what} has changed before and is dynamic")
         return lines
 
     def settle(self, key: tuple, choice: Choice, name: Callable[[Any, int], str]) -> list[str]:

@@ -23,23 +23,16 @@ from typing import Any
 
 import torch
 
+from ..codegen.size import LARGEST, spell
 from ..errors import Unsupported
 from .lines import frame_entry, shorten, user_frame
 
 Tensor = torch.Tensor
-LARGEST = 1 << 40
-"""No size is larger; a bound that lets most comparisons be proved."""
 MOST_GUARDS = 128
 MOST_SECONDS = 30.0
 """Beyond these a capture with symbols costs more than programs for single shapes."""
 SIZE_OPS = {torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default,
             torch.ops.aten.sym_storage_offset.default}  # fmt: skip
-
-INFIX = {
-    "Add": "+", "Mul": "*", "Pow": "**", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%", "Equality": "==",
-    "Unequality": "!=", "StrictGreaterThan": ">", "GreaterThan": ">=", "StrictLessThan": "<", "LessThan": "<=", "And": "and", "Or": "or",
-}  # fmt: skip
-CALLED = {"Max": "max", "Min": "min"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +77,7 @@ class Symbols:
 
         self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.env.guards = self.guarded = Noting()
+        self.env._generate_unique_id = lambda name: int(name[1:])  # type: ignore[method-assign,assignment]  # torch's s0 is ours, where it is asked
         self.mode = FakeTensorMode(shape_env=self.env, static_shapes=True)
         self.ints: dict[str, Any] = {}
         self.axes: dict[str, list[Axis]] = {}
@@ -173,33 +167,12 @@ class Symbols:
             raise Unsupported("dynamic sizes", f"{len(self.env.guards)} guards on sizes after {spent:.0f} s")
 
     # -- the check
-    def text(self, expression: Any) -> str:
-        """Write a size or a guard of torch's as Python over our names.
-
-        Raises:
-            Unsupported: it is no integer expression.
-        """
-        kind = type(expression).__name__
-        if expression.is_Symbol and str(expression) in self.known:
-            return self.known[str(expression)]
-        if getattr(expression, "is_Integer", False):
-            return str(int(expression))
-        if kind in INFIX:
-            return "(" + f" {INFIX[kind]} ".join(map(self.text, expression.args)) + ")"
-        if kind in CALLED:
-            return f"{CALLED[kind]}({', '.join(map(self.text, expression.args))})"
-        if kind == "Not":
-            return f"(not {self.text(expression.args[0])})"
-        if kind in ("BooleanTrue", "BooleanFalse"):
-            return kind.removeprefix("Boolean")
-        raise Unsupported("dynamic sizes", f"a size or a condition that is no integer expression: {expression}")
-
     def size(self, value: Any) -> str:
         """Write a (symbolic) integer as Python over our names."""
-        return self.text(value.node.expr) if isinstance(value, torch.SymInt) else str(int(value))
+        return spell(value.node.expr, self.known) if isinstance(value, torch.SymInt) else str(int(value))
 
     def guards(self) -> list[str]:
-        return list(dict.fromkeys(self.text(guard.expr) for guard in self.env.guards))
+        return list(dict.fromkeys(spell(guard.expr, self.known) for guard in self.env.guards))
 
     def source(self) -> str:
         """The text of `sizes(leaves)`: the values of the symbols, or None where the graph does not hold."""

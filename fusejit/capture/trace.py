@@ -37,6 +37,7 @@ from .effects import Recorder
 from .generators import numpy_state, restore_generators
 from .identity import check_identities
 from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame, user_line
+from .lookalike import lookalike
 from .ordered import OPS as ORDERED
 from .reads import Effect
 from .refused import DATA, REFUSED, WAY_OUT, T
@@ -343,7 +344,8 @@ def run_body(
         tracing.follow(mode)
         values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree.unflatten(structure, iter(values))
-        with tracing, watcher, blocks or contextlib.nullcontext():  # inside the trace: fx replaces nn.Module.__getattr__ too
+        as_ints = lookalike() if symbols is not None else contextlib.nullcontext()
+        with tracing, watcher, blocks or contextlib.nullcontext(), as_ints:  # inside the trace: fx replaces nn.Module.__getattr__ too
             out = fn(*args, **kwargs)
             tracing.note_grad()
             check_unchanged((args, kwargs), structure, values)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from .cluster import Cluster, Expr, Load, cast, compute, const, rewrite
 from .layout import Affine, permute
-from .size import product
+from .size import divide, hint, product
 
 
 class Refused(Exception):
@@ -103,7 +103,7 @@ def _sorted(cluster: Cluster, shared: list[str], columns: list[int] | None) -> C
     """Return the cluster with parallel axes sorted by falling strides in `shared`, and `columns` of them (if given) at the end."""
     keys = _keys(cluster, shared)
     split = len(cluster.parallel)
-    rank = lambda axis: tuple(-abs(k) for k in keys[axis])  # noqa: E731
+    rank = lambda axis: tuple(-abs(hint(k)) for k in keys[axis])  # noqa: E731
     chosen = set(columns or ())
     parallel = sorted((x for x in range(split) if x not in chosen), key=rank) + sorted(chosen, key=rank)
     order = parallel + sorted(range(split, len(cluster.axes)), key=rank)
@@ -130,15 +130,16 @@ def _recut(cluster: Cluster, parallel: tuple[int, ...], reduce: tuple[int, ...])
 def _outer(extents: tuple[int, ...], columns: int) -> tuple[int, ...]:
     """Return the extents above the innermost `columns` elements."""
     rest, count = list(extents), columns
-    while rest and count > 1:
+    while rest and count != 1:
         n = rest.pop()
-        if count % n and n % count:
-            raise Refused("their axes do not nest")
-        if n > count:
-            rest.append(n // count)
+        inner, outer = divide(count, n), divide(n, count)
+        if inner is not None:
+            count = inner
+        elif outer is not None:
+            rest.append(outer)
             count = 1
         else:
-            count //= n
+            raise Refused("their axes do not nest")
     return tuple(rest)
 
 
@@ -149,12 +150,15 @@ def _nest(one: tuple[int, ...], two: tuple[int, ...], total: int) -> tuple[int, 
         size = 1
         for n in reversed(extents):
             size *= n
-            if size < total:
+            if hint(size) < hint(total):
                 boundaries.add(size)
-    chain = sorted(boundaries)
-    if any(b % a for a, b in zip(chain, chain[1:], strict=False)):
-        raise Refused("their axes do not nest")
-    return tuple(b // a for a, b in reversed(list(zip(chain, chain[1:], strict=False))))
+    chain = sorted(boundaries, key=lambda size: (hint(size), str(size)))
+    parts = []
+    for a, b in zip(chain, chain[1:], strict=False):
+        if (part := divide(b, a)) is None:
+            raise Refused("their axes do not nest")
+        parts.append(part)
+    return tuple(reversed(parts))
 
 
 def _same_places(a: Cluster, b: Cluster) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .layout import Computed, Layout, Reshape, View, apply, refine
+from .size import Size
 
 _INTERNED: weakref.WeakValueDictionary[tuple, Node] = weakref.WeakValueDictionary()
 
@@ -33,9 +34,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Const(Node):
-    """A Python number."""
+    """A Python number, or a size."""
 
-    value: bool | int | float
+    value: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,8 +110,10 @@ def _intern(cls: type, dtype: torch.dtype, *fields: object) -> Expr:
     return node
 
 
-def const(value: bool | int | float, dtype: torch.dtype) -> Expr:
+def const(value: bool | int | float | Size, dtype: torch.dtype) -> Expr:
     """Return `value` as a constant of `dtype`, wrapped or rounded as a cast in torch would."""
+    if isinstance(value, Size):
+        return _intern(Const, dtype, value)
     if dtype is torch.bool:
         return _intern(Const, dtype, bool(value))
     if dtype in FLOATS:
@@ -160,7 +163,7 @@ def cast(x: Expr, dtype: torch.dtype) -> Expr:
     """Return `x` converted to `dtype`; constants are converted at once."""
     if x.dtype is dtype:
         return x
-    if isinstance(x, Const) and (dtype in FLOATS or dtype is torch.bool or math.isfinite(x.value)):
+    if isinstance(x, Const) and (isinstance(x.value, Size) or dtype in FLOATS or dtype is torch.bool or math.isfinite(x.value)):
         return const(x.value, dtype)
     return compute("cast", x, dtype=dtype)
 

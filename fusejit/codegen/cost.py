@@ -39,13 +39,15 @@ ALONE = 1.5  # one program of 16 warps draws so many times a multiprocessor's sh
 class Schedule:
     """Template, tile sizes in the template's order, warps, stages of its loop. Sizes and strides are literals in the kernel.
 
-    `choice` keeps what it was chosen from; `others` of equal standing can be measured.
+    `choice` keeps what it was chosen from; `others` of equal standing can be measured. `buckets`: where the length of a row varies,
+    (longest row, its schedule), rising: the text of the kernel is one, and a bucket is compiled when a row first falls into it.
     """
 
     template: str
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int = 1
+    buckets: tuple[tuple[int, Schedule], ...] = ()
     choice: Choice | None = field(default=None, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> int:

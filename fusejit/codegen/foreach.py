@@ -28,6 +28,7 @@ from dataclasses import replace
 
 from .cluster import Cluster
 from .cost import Device, machine
+from .hinted import symbolic
 from .lower import Extern, Lowered, refs
 from .order import predecessors
 from .pattern import Foreach, Pattern, pattern, places
@@ -100,7 +101,7 @@ class _Grouping:
 
     def small(self, step: Cluster) -> bool:
         """Whether 32 bits hold every offset."""
-        return all(self.buffers[name].bytes < 2**31 for name in (*step.reads, *step.writes))
+        return not symbolic(step) and all(self.buffers[name].bytes < 2**31 for name in (*step.reads, *step.writes))
 
     def aligned(self, row: Pattern) -> bool:
         """Whether 16-byte accesses cover a row without a rest."""

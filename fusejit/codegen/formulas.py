@@ -20,6 +20,7 @@ import torch
 
 from ..errors import Unsupported
 from .cluster import Compute, Const, Expr, cast, compute, const
+from .size import Size
 
 Number = bool | int | float
 HALF = (torch.float16, torch.bfloat16)
@@ -36,7 +37,7 @@ def working(dtype: torch.dtype) -> torch.dtype:
 
 def operand(x: Expr | Number, dtype: torch.dtype) -> Expr:
     """Return an operand of `dtype`: expressions are cast, Python numbers become constants."""
-    return const(x, dtype) if isinstance(x, (bool, int, float)) else cast(x, dtype)
+    return const(x, dtype) if isinstance(x, (bool, int, float, Size)) else cast(x, dtype)
 
 
 def retype(x: Expr, dtype: torch.dtype) -> Expr:
@@ -87,6 +88,8 @@ def _fold(op: str, args: tuple[Expr, ...]) -> float | None:
     if len(args) != 2 or not all(isinstance(a, Const) for a in args) or not args[0].dtype.is_floating_point:
         return None
     a, b = (a.value for a in args)  # type: ignore[union-attr]
+    if isinstance(a, Size) or isinstance(b, Size):
+        return None
     if op == "div" and b:
         return a / b
     return {"add": a + b, "sub": a - b, "mul": a * b}.get(op)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from .align import Refused, align, join, space
 from .cluster import Cluster, Reduce
 from .cost import Device, machine
+from .hinted import symbolic
 from .lower import Buffer, Extern, Lowered, refs
 from .mix import mix
 from .nest import joined, nest
@@ -25,7 +26,7 @@ from .pressure import worth_it
 from .realize import MAX_WEIGHT, weight
 from .scans import out_of_order, scans
 from .schedule import column_reduction
-from .size import product
+from .size import hint, product
 
 MAX_BUFFERS = 48  # arguments of one kernel
 NEIGHBOURS = 12  # how many siblings of one buffer are tried with each other
@@ -151,11 +152,11 @@ class _Fusing:
         """Whether two steps share single elements only (a learning rate) and one has a twin: all twins will be one launch anyway."""
         a, b = self.steps[i], self.steps[j]
         shared = reads(a) & reads(b)
-        if writes(a) & reads(b) or any(product(self.lowered.buffers[name].shape) > 1 for name in shared):
+        if writes(a) & reads(b) or any(hint(product(self.lowered.buffers[name].shape)) > 1 for name in shared):
             return False
         if self.twins is None:  # the pairs with the least to save come last: by now the steps have almost taken their shape
             known = places(self.lowered.buffers)
-            found = {k: pattern(step, known) for k, step in self.steps.items() if isinstance(step, Cluster)}
+            found = {k: pattern(step, known) for k, step in self.steps.items() if isinstance(step, Cluster) and not symbolic(step)}
             count = Counter(row.key for row in found.values() if row is not None)
             self.twins = {k for k, row in found.items() if row is not None and count[row.key] > 1}
         return i in self.twins or j in self.twins
@@ -169,7 +170,7 @@ class _Fusing:
         for name in writes(a) & reads(b):
             gone = name not in self.kept and self.readers[name] <= {i, j}
             total += self.lowered.buffers[name].bytes * (2 if gone else 1)
-        return total
+        return hint(total)
 
     def merge(self, i: int, j: int) -> Cluster:
         a, b = self.steps[i], self.steps[j]
@@ -246,7 +247,7 @@ class _Fusing:
 
     def mix(self) -> None:
         """Join what is left of row and column reductions over the same elements, the pair that saves most first."""
-        rows, columns = self.by_direction()
+        rows, columns = self.by_direction()  # one row length, one number of rows: of those that vary there are no kernels yet
         pairs = [(i, j) for i, key in rows.items() for j in columns.get(key[::-1], ()) if i != j and self.shared(i, j)]
         for i, j in sorted(pairs, key=lambda pair: -self.shared(*pair)):
             if i not in self.steps or j not in self.steps or i in self.tails or j in self.tails:
@@ -262,7 +263,9 @@ class _Fusing:
         rows: dict[int, tuple[int, int]] = {}
         columns: dict[tuple[int, int], list[int]] = {}
         for i, step in self.steps.items():
-            if isinstance(step, Cluster) and any(isinstance(n, Reduce) for n in step.order) and not scans(step):
+            if not isinstance(step, Cluster) or scans(step) or symbolic(step):
+                continue
+            if any(isinstance(n, Reduce) for n in step.order):
                 key = product(step.parallel), product(step.reduce)
                 if column_reduction(step):
                     columns.setdefault(key, []).append(i)

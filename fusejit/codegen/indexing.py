@@ -19,7 +19,7 @@ from torch.fx import Node
 from .cluster import Expr, Iota, Load, cast, compute, const, iota, leaves, load, rewrite, view
 from .layout import Affine, apply, strided
 from .lower import Lowering, Rule
-from .size import product
+from .size import hint, product
 
 INDEX = torch.int64
 
@@ -45,7 +45,7 @@ def _gathered(
     checked = {d: compute(check, cast(e, INDEX), const(old[d], INDEX), dtype=INDEX) for d, e in places.items()}
     change = Affine(shape, tuple((0, ((kept[d], 1),)) if d in kept else (0, ()) for d in range(len(old))))
     value = low.values[source]
-    grows = not isinstance(value, Load) and product(shape) > product(old)
+    grows = not isinstance(value, Load) and hint(product(shape)) > hint(product(old))
     if grows or not _follows(value, places):
         value = low.store(value, source.meta["val"], source, "indexed by data")
 

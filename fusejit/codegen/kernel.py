@@ -28,6 +28,8 @@ class Kernel:
         arguments: buffer names in the order of `params`; ops: the ATen ops inside with the user's lines.
         bytes_read, bytes_written: what one launch moves, each element of each operand once.
         cluster: what it computes, a Cluster or a Foreach; tensors: how many clusters that are (1, or the rows of a Foreach).
+        sizes: symbols that the kernel takes as numbers, behind its pointers. extents: where there are symbols, how many values its index
+            variables x, y and r have; the grid follows from them at each launch, and `grid` is that of the call that was compiled for.
         compiled: machine code and its costs, where the kernel was compiled for a target.
     """
 
@@ -48,6 +50,8 @@ class Kernel:
     cluster: Cluster | Foreach
     schedule: Schedule
     compiled: Any = None
+    sizes: tuple[str, ...] = ()
+    extents: tuple[Any, ...] = ()
 
     table = property(lambda self: str(self.cluster))
     tensors = property(lambda self: len(self.cluster.members) if isinstance(self.cluster, Foreach) else 1)

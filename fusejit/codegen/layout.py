@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from .size import AnySize, divide, product
+from .size import AnySize, divide, has_hints, hint, product
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +299,8 @@ def _groups(digits: list[Mode], shape: Sequence[AnySize]) -> list[tuple[list[Mod
 
 
 def _smaller(a: AnySize, b: AnySize) -> bool:
+    if has_hints():
+        return hint(a) < hint(b)
     return a < b if isinstance(a, int) and isinstance(b, int) else divide(a, b) is None
 
 
@@ -327,6 +329,11 @@ def regroup(digits: Sequence[Mode], extents: Sequence[AnySize]) -> list[tuple[Mo
     return result[::-1] if not stack else None
 
 
+def _order(size: AnySize) -> int:
+    """Return what sorts boundaries: the inner one is smaller in every call, since the outer one is a multiple of it."""
+    return hint(size) if has_hints() else size if isinstance(size, int) else 0
+
+
 def refine(layouts: Iterable[Layout], axis: int) -> tuple[AnySize, ...]:
     """Return extents that split `axis` so that as many layouts as nest have one digit per part (inner boundaries first)."""
     boundaries: set[AnySize] = set()
@@ -340,7 +347,7 @@ def refine(layouts: Iterable[Layout], axis: int) -> tuple[AnySize, ...]:
     parts: list[AnySize] = []
     last: AnySize = 1
     inside = (b for b in boundaries if b not in (1, extent))
-    for boundary in sorted(inside, key=lambda b: (isinstance(b, int), b if isinstance(b, int) else 0)):
+    for boundary in sorted(inside, key=lambda b: (_order(b), str(b))):
         part = divide(boundary, last)
         if part is not None and divide(extent, boundary) is not None:
             parts.append(part)

@@ -27,8 +27,8 @@ from .layout import Layout, contiguous, expand, strided
 from .ops import POINTWISE, RULES, STORAGE, lower_pointwise
 from .pattern import Foreach
 from .realize import is_alias, realize, worth_a_buffer
-from .size import product
-from .views import VIEWS
+from .size import AnySize, hint, product
+from .views import GIVES_SHAPE, VIEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Lowering:
         """Make a buffer; strides that overlap or leave holes are replaced by contiguous ones."""
         shape = tuple(shape)
         if strides is None or not dense(shape, strides):
-            strides = torch.empty(shape, device="meta").stride()
+            strides = row_major(shape)
         made = Buffer(more.pop("name", f"b{len(self.buffers)}"), shape, tuple(strides), dtype, device, **more)
         self.buffers[made.name] = made
         return made
@@ -221,7 +221,7 @@ class Lowering:
         if not isinstance(given, torch.Tensor):
             self.values[node] = given
             return None
-        buffer = Buffer(node.name, tuple(given.shape), given.stride(), given.dtype, given.device)
+        buffer = Buffer(node.name, tuple(given.shape), tuple(given.stride()), given.dtype, given.device)
         self.buffers[node.name] = buffer
         self.values[node] = self.whole(buffer)
         self.owned.add(node)
@@ -265,13 +265,14 @@ class Lowering:
                 self.owned.add(node)
             return self.values[source][place]
         if name in VIEWS:
-            source = node.args[0]
-            views = VIEWS[name](
-                tuple(source.meta["val"].shape), *node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "memory_format"}
-            )
+            source, out = node.args[0], node.meta["val"]
+            given = (tuple(out.shape),) if name in GIVES_SHAPE else node.args[1:]
+            views = VIEWS[name](tuple(source.meta["val"].shape), *given, **{k: v for k, v in node.kwargs.items() if k != "memory_format"})
             value = self.values[source]
             for change in views:
                 (value,) = view([value], change)
+            if views and tuple(views[-1].shape) != tuple(out.shape):
+                raise Unsupported(name, f"its shape {tuple(out.shape)} is not the view's {views[-1].shape}", line_of(node))
             return value
         if name in self.rules:
             return self.rules[name](self, node)
@@ -407,11 +408,21 @@ def refs(tree: Any) -> list[Ref]:
 def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether every element has its own place and none is left over."""
     step = 1
-    for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+    for stride, n in sorted(((s, n) for s, n in zip(strides, shape, strict=True) if n != 1), key=lambda p: (hint(p[0]), hint(p[1]))):
         if stride != step:
             return False
         step *= n
     return 0 not in shape
+
+
+def row_major(shape: Sequence[AnySize]) -> tuple[AnySize, ...]:
+    """Return the strides that torch gives a contiguous tensor."""
+    strides: list[AnySize] = []
+    step: AnySize = 1
+    for n in reversed(shape):
+        strides.append(step)
+        step = step * (1 if n == 0 else n)
+    return tuple(reversed(strides))
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:

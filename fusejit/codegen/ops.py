@@ -27,6 +27,7 @@ from ..errors import Unsupported
 from . import formulas as f
 from .cluster import Expr, cast, compute, const
 from .formulas import formula, working
+from .size import Size
 
 FLOAT = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INT = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -482,7 +483,7 @@ def lower_pointwise(
 
 def _number(value: Any, dtype: torch.dtype) -> Expr:
     # a Python number next to a half tensor stays in the working dtype: eager computes with it unrounded
-    return const(value, working(dtype)) if isinstance(value, (bool, int, float)) else value
+    return const(value, working(dtype)) if isinstance(value, (bool, int, float, Size)) else value
 
 
 __all__ = ["OPS", "POINTWISE", "REDUCTIONS", "RULES", "STORAGE", "Op", "Storage", "cast_spelling", "lower_pointwise", "result_type"]

@@ -26,6 +26,7 @@ from .kernel import Kernel
 from .lower import Buffer, Extern, Lowered, Ref
 from .plan import Alloc, Free, Launch, Return, Step
 from .render import _template
+from .size import Scope, hint
 
 
 @dataclass
@@ -36,6 +37,8 @@ class Program:
         steps: Alloc, Launch, Extern, Free, Return, in order. buffers: by name. inputs: names of the arguments, None where unused.
         unfused: pairs of clusters that share a buffer and stay apart, with reasons. compile_ms: milliseconds by stage.
         tuned: at O3, how each kernel's schedule was chosen.
+        sizes: where the inputs hold the value of each symbol (see sized.py). atoms: {name: text} of what is computed from them.
+        hints: their values in the call that was compiled for.
     """
 
     steps: tuple[Step, ...]
@@ -48,6 +51,9 @@ class Program:
     kernels: tuple[Kernel, ...] = ()
     compile_ms: dict[str, float] = field(default_factory=dict)
     tuned: tuple[str, ...] = ()
+    sizes: tuple[tuple[str, int, int], ...] = ()
+    atoms: dict[str, str] = field(default_factory=dict)
+    hints: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         try:
@@ -106,18 +112,20 @@ class Program:
                 **{f: getattr(k, f) for f in ("name", "source", "grid", "num_warps", "num_stages", "debug", "fp_fusion")},
                 "variable": variable, "ops": k.ops, "constants": dict(k.constants),
                 "params": _repeated(k.params), "aligned": _repeated((True,) * len(k.params)), "own": own[k.name, k.grid],
+                "tiles": _tiles(k),
             }
             for k, variable in launchers.values()
         ]  # fmt: skip
         doc = f"{self.launches} launches, {len(self.externs)} extern calls. Written by fusejit; runs by itself."
         functions = [
-            {"name": names[id(part)], "lines": [line for step in part.steps for line in part._lines(step, launchers, names)],
-             "inputs": [name or f"unused{i}" for i, name in enumerate(part.inputs)]}
+            {"name": names[id(part)], "lines": part._body(launchers, names), "inputs": part._inputs()}
             for part in parts
         ]  # fmt: skip
-        examples = [self._example(name) for name in self.inputs]
+        with Scope(self.hints):
+            examples = [self._example(name, i) for i, name in enumerate(self.inputs)]
         allocators = sorted({part._allocator(step.buffer.device) for part in parts for step in part.steps if isinstance(step, Alloc)})
-        return _template("program").render(doc=doc, kernels=shown, functions=functions, examples=examples, allocators=allocators)
+        fields = {"examples": examples, "allocators": allocators, "sized": any(k["tiles"] for k in shown)}
+        return _template("program").render(doc=doc, kernels=shown, functions=functions, **fields)
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -130,6 +138,19 @@ class Program:
                     found[id(step.program)] = f"{step.target}__{again + 1}" if again else step.target
         return found | {id(self): "call"}
 
+    def _inputs(self) -> list[str]:
+        given = {number: name for name, number, axis in self.sizes if axis < 0}
+        return [name or given.get(i) or f"unused{i}" for i, name in enumerate(self.inputs)]
+
+    def _body(self, launchers: dict[Any, tuple[Kernel, str]], names: dict[int, str]) -> list[str]:
+        """The lines of the function; before them, the sizes that they name."""
+        lines = [line for step in self.steps for line in self._lines(step, launchers, names)]
+        wanted: list[str] = []
+        for name in reversed(self.atoms):  # each is made of symbols and of those before it
+            if any(re.search(rf"\b{name}\b", line) for line in (*lines, *wanted)):
+                wanted.insert(0, f"{name} = {self.atoms[name]}")
+        return [*(f"{name} = {self.inputs[i]}.shape[{axis}]" for name, i, axis in self.sizes if axis >= 0), *wanted, *lines]
+
     def _lines(self, step: Step, launchers: dict[Any, tuple[Kernel, str]], names: dict[int, str]) -> list[str]:
         match step:
             case Alloc(buffer, ""):
@@ -137,7 +158,8 @@ class Program:
             case Alloc(buffer, reuse):
                 return [f"{buffer.name} = {reuse}  # in place"]
             case Launch(kernel, arguments):
-                return [f"{launchers[kernel.name, kernel.grid][1]}({', '.join(arguments)})"]
+                extents = [f"({', '.join(map(str, kernel.extents))})"] if kernel.extents else []
+                return [f"{launchers[kernel.name, kernel.grid][1]}({', '.join((*extents, *arguments, *kernel.sizes))})"]
             case Free(dead):
                 return [f"del {', '.join(dead)}"]
             case Return(values):
@@ -189,12 +211,22 @@ class Program:
                 return f'float("{value}")'
         return str(value) if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)) else repr(value)
 
-    def _example(self, name: str | None) -> str:
+    def _example(self, name: str | None, number: int) -> str:
         if name is None:
-            return "None"
+            return str(next((self.hints[symbol] for symbol, i, axis in self.sizes if i == number and axis < 0), None))
         b = self.buffers[name]
-        base = f"empty_strided({b.shape}, {b.strides}, dtype={b.dtype}, device={self._device(b.device)})"
+        base = (
+            f"empty_strided({tuple(map(hint, b.shape))}, {tuple(map(hint, b.strides))}, dtype={b.dtype}, device={self._device(b.device)})"
+        )
         return f"{base}.normal_()" if b.dtype.is_floating_point and b.dtype.itemsize > 1 else f"{base}.fill_(1)"
+
+
+def _tiles(kernel: Kernel) -> Any:
+    """The schedules of a kernel whose sizes vary: (longest row, constants, warps, stages), the last for all others."""
+    if not kernel.extents:
+        return None
+    found = kernel.schedule.buckets or ((None, kernel.schedule),)
+    return [(limit, dict(s.blocks), s.num_warps, s.num_stages) for limit, s in found]
 
 
 def _repeated(values: tuple[Any, ...]) -> str:

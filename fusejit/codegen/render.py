@@ -10,12 +10,14 @@ In: a cluster and a schedule. Out: `Kernel`, whose source is a pure function of 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from ..errors import Unsupported
 from .cluster import Cluster, Compute, Expr, Iota, Load, Reduce, Scan, Store, children, postorder
+from .hinted import hinted, hinted_buffers, symbolic
 from .kernel import Kernel, bytes_written, reads_of
 from .layout import Layout, permute
 from .lower import Buffer
@@ -23,7 +25,7 @@ from .online import Shifted, in_one_pass
 from .ops import OPS, STORAGE
 from .pattern import Foreach
 from .schedule import Schedule, power_of_two, second_axis
-from .size import product
+from .size import AnySize, divide, hint, product, scope, scope_names
 from .tape import Tape
 
 INDEX_OPS = {"index_div", "index_mod"}
@@ -40,24 +42,29 @@ def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numeri
     names = {b: f"in{i}" for i, b in enumerate(reads)} | {b: f"out{i}" for i, b in enumerate(w for w in writes)}
     arguments = tuple(dict.fromkeys((*reads, *writes)))
     writer = Writer(cluster, tiles, buffers, names, numerics)
-    return finish(cluster, tiles, writer.write(), buffers, arguments, writer.grid(), numerics, writer.asserts)
+    extents = tuple(writer.extent(v) if v in writer.groups else 1 for v in "xyr") if symbolic(cluster) else ()
+    return finish(cluster, tiles, writer.write(), buffers, arguments, writer.grid(), numerics, writer.asserts, extents)
 
 
 def finish(
     step: Cluster | Foreach, tiles: Schedule, fields: dict[str, Any], buffers: dict[str, Buffer], arguments: tuple[str, ...],
-    grid: tuple[int, int, int], numerics: str, asserts: bool,
+    grid: tuple[int, int, int], numerics: str, asserts: bool, extents: tuple[AnySize, ...] = (),
 ) -> Kernel:  # fmt: skip
     """Fill the template, and name the kernel after its text."""
+    sizes = tuple(name for name in (scope_names() if extents else ()) if re.search(rf"\b{name}\b", repr(fields)))
+    fields["params"] = ", ".join([fields["params"], *sizes]) if sizes else fields["params"]
     body = _template(tiles.template).render(name="NAME", **fields)
     pointers = tuple(STORAGE[buffers[a].dtype].pointer for a in arguments)
+    pointers += tuple("fp64" if name in scope().floats else "i64" if fields.get("wide") else "i32" for name in sizes)
+    model, now = (hinted(step), hinted_buffers(buffers, (*step.reads, *step.writes))) if isinstance(step, Cluster) else (step, buffers)
     order = step.order if isinstance(step, Cluster) else step.members[0].order
     # the text alone does not tell float32 from float64, nor one tile size from another
     name = f"{_kernel_name(order, tiles)}_{hashlib.sha256(repr((body, tiles, pointers)).encode()).hexdigest()[:8]}"
     return Kernel(
         name=name, template=tiles.template, source=body.replace("NAME", name, 1), params=pointers,
         constants=tiles.blocks, grid=grid, num_warps=tiles.num_warps, num_stages=tiles.num_stages, debug=asserts,
-        fp_fusion=numerics == "fast", arguments=arguments, ops=step.lines, bytes_read=sum(reads_of(step, buffers).values()),
-        bytes_written=bytes_written(step, buffers), cluster=step, schedule=tiles,
+        fp_fusion=numerics == "fast", arguments=arguments, ops=step.lines, bytes_read=sum(reads_of(model, now).values()),
+        bytes_written=bytes_written(model, now), cluster=step, schedule=tiles, sizes=sizes, extents=extents,
     )  # fmt: skip
 
 
@@ -84,7 +91,7 @@ def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
 
 
 def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
-    axis = second_axis(cluster)
+    axis = second_axis(hinted(cluster))
     assert axis is not None
     rank = len(cluster.axes)
     new = [*(a for a in range(rank) if a not in (axis, rank - 1)), axis, rank - 1]
@@ -102,14 +109,17 @@ class Writer:
         self.asserts = False
         self.levels, self.full = cluster.levels, cluster.full
         self.online: dict[Expr, Shifted] = {}
-        if tiles.template == "reduction_looped" or (cluster.programs and product(cluster.reduce) > tiles["RBLOCK"]):
+        looped = tiles.template == "reduction_looped" and isinstance(product(cluster.reduce), int)  # a pass more where the length varies
+        if looped or (cluster.programs and product(cluster.reduce) > tiles["RBLOCK"]):
             self.levels, self.online = in_one_pass(cluster)
         self.rows: dict[Expr, bool] = {}  # whether a value has a row for each row of the tile
         for node in cluster.order:
             runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[: self.split])
             self.rows[node] = isinstance(node, Reduce) or runs or any(self.rows[c] for c in children(node))
         self.groups = self._groups()
-        self.wide = max([product(cluster.axes), *(buffers[n].bytes for n in names)]) >= 2**31  # bytes bound offsets, negative ones too
+        self.wide = any(
+            n >= 2**31 for n in (product(cluster.axes), *(buffers[n].bytes for n in names))
+        )  # bytes bound offsets, negative ones too
 
     def _groups(self) -> dict[str, list[int]]:
         """Return the axes behind each index variable."""
@@ -122,9 +132,9 @@ class Writer:
         if self.cluster.programs:
             return (self.cluster.programs, 1, 1)
         sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
-        count = lambda v: -(-sizes[v] // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # noqa: E731
+        count = lambda v: -(-hint(sizes[v]) // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # noqa: E731
         y = count("y") if "y" in sizes else 1
-        if y > 65535:
+        if "y" in sizes and sizes["y"] > 65535 * self.tiles["YBLOCK"]:
             raise Unsupported("a 2-D tile", f"{y} tiles along the second grid axis, 65535 at most")
         return (count("x"), y, 1)
 
@@ -140,11 +150,12 @@ class Writer:
         axes = self.groups[variable]
         if variable == "r" and self.cluster.segments:
             return self.segments(axes)
-        lines, inner = [], 1
+        lines: list[str] = []
+        inner: AnySize = 1
         for place in reversed(range(len(axes))):
             n = self.cluster.axes[axes[place]]
             if len(axes) > 1:
-                text = f"{variable} // {inner}" if inner > 1 else variable
+                text = f"{variable} // {inner}" if inner != 1 else variable
                 lines.append(f"{variable}{place} = {text} % {n}" if place else f"{variable}{place} = {text}")
             inner *= n
         if self.masked(variable):
@@ -172,7 +183,11 @@ class Writer:
         if variable == "r" and self.cluster.segments:
             many, each = self.cluster.segment
             return power_of_two(each) != each or many * each % self.tiles["RBLOCK"] != 0
-        return product(self.cluster.axes[a] for a in self.groups[variable]) % self.tiles[f"{variable.upper()}BLOCK"] != 0
+        return bool(self.tiles.buckets) or divide(self.extent(variable), self.tiles[f"{variable.upper()}BLOCK"]) is None
+
+    def extent(self, variable: str) -> AnySize:
+        """How many values an index variable has."""
+        return product(self.cluster.axes[a] for a in self.groups[variable])
 
     def axis(self, number: int) -> str:
         for variable, axes in self.groups.items():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .cluster import Cluster, Expr, Load, Store, cast, compute, const, iota, load, postorder, random, reduction, rewrite, view
+from .cluster import Cluster, Compute, Expr, Load, Store, cast, compute, const, iota, load, postorder, random, reduction, rewrite, view
 from .decompose import short
 from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
@@ -27,8 +27,9 @@ from .lower import CHECKS, Buffer, Lowering, Rule
 from .onehot import one_hot_sum
 from .ops import DTYPES, OPS
 from .scans import SCAN_CHECKS, SCANS
-from .size import product
+from .size import Size, product
 from .views import VIEWS
+from .views import within as inside
 
 MAX_PIECES = 16  # a cat of more pieces is a chain of selects too long to be worth a kernel
 
@@ -120,7 +121,7 @@ def _mean(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False, **
     chosen, inner = _dims(source.dim(), dims), accumulator(out.dtype)
     total = reduce_to_buffer(low, node, cast(low.values[node.args[0]], inner), chosen, "sum", inner)
     count = product(source.shape[d] for d in chosen)
-    mean = compute("div", total, const(float(count), inner), dtype=inner)
+    mean = compute("div", total, const(count, inner), dtype=inner)
     return cast(_drop(mean, source.dim(), chosen, source.shape, keepdim), out.dtype)
 
 
@@ -136,12 +137,13 @@ def _var_mean(low: Lowering, node: Node, dims: Any, correction: Any, keepdim: bo
     x = cast(low.values[node.args[0]], inner)
     count = product(shape[d] for d in chosen)
     total = reduce_to_buffer(low, node, x, chosen, "sum", inner)
-    mean = compute("div", total, const(float(count), inner), dtype=inner)
+    mean = compute("div", total, const(count, inner), dtype=inner)
     kept = tuple(1 if d in chosen else n for d, n in enumerate(shape))
     (wide,) = view([mean], Affine(shape, tuple((0, ()) if kept[d] == 1 else (0, ((d, 1),)) for d in range(len(shape)))))
     rest = compute("sub", x, wide, dtype=inner)
     squares = reduce_to_buffer(low, node, compute("mul", rest, rest, dtype=inner), chosen, "sum", inner)
-    freedom = max(0.0, count - float(1 if correction is None else correction))
+    freedom = count - (1 if correction is None else int(correction) if float(correction).is_integer() else correction)
+    freedom = 0 if freedom <= 0 else freedom
     var = compute("div", squares, const(freedom, inner), dtype=inner)
     drop = lambda v: cast(_drop(v, source.dim(), chosen, shape, keepdim), dtype)  # noqa: E731
     if count > 1 and not _subtracted(
@@ -232,6 +234,9 @@ def masked(value: Expr, mask: Expr) -> Expr:
     """Return `value` reading memory only where `mask` holds."""
 
     def visit(leaf: Expr) -> Expr:
+        if isinstance(leaf, Compute) and leaf.op == "checked_index":  # where nothing is read there is nothing to check
+            inside = compute("where", mask, leaf.args[0], const(0, INDEX), dtype=INDEX)
+            return compute("checked_index", inside, leaf.args[1], dtype=INDEX)
         if not isinstance(leaf, Load):
             return leaf
         both = mask if leaf.mask is None else compute("logical_and", leaf.mask, mask, dtype=torch.bool)
@@ -318,14 +323,15 @@ def _slice_scatter(low: Lowering, node: Node) -> Expr:
     target, source = node.args[0], node.args[1]
     shape, own = tuple(node.meta["val"].shape), tuple(source.meta["val"].shape)
     dim = given.get("dim", 0) % len(shape)
-    start = slice(given.get("start"), given.get("end")).indices(shape[dim])[0]
+    start = inside(given.get("start") or 0, shape[dim])
     return _put(low, node, target, low.values[source], own, dim, start)
 
 
 def _select_scatter(low: Lowering, node: Node) -> Expr:
     target, source, dim, index = node.args
     shape = tuple(node.meta["val"].shape)
-    dim, index = dim % len(shape), index % shape[dim % len(shape)]
+    dim = dim % len(shape)
+    index = index + shape[dim] if index < 0 else index
     own = (*shape[:dim], 1, *shape[dim + 1 :])
     (value,) = view([low.values[source]], Affine(own, tuple((0, ((d + (d >= dim), 1),)) for d in range(len(shape) - 1))))
     return _put(low, node, target, value, own, dim, index)
@@ -394,7 +400,7 @@ def _split(low: Lowering, node: Node) -> Any:
     source, sizes = node.args[0], node.args[1]
     shape = tuple(source.meta["val"].shape)
     dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(shape)
-    if isinstance(sizes, int):
+    if isinstance(sizes, (int, Size)):
         sizes = [v.shape[dim] for v in node.meta["val"]]
     pieces, start = [], 0
     for n in sizes:
@@ -466,6 +472,6 @@ CHECKS |= {
     "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,
     "copy_.default": lambda n: n.args[0].op == "placeholder",
-    "arange.start_step": lambda n: all(isinstance(a, int) or n.meta["val"].dtype.is_floating_point for a in n.args),
+    "arange.start_step": lambda n: all(isinstance(a, (int, Size)) or n.meta["val"].dtype.is_floating_point for a in n.args),
     "constant_pad_nd.default": lambda n: n.meta["val"].numel() > 0 and min(n.args[1], default=0) >= -(2**31),
 }  # fmt: skip

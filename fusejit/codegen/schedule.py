@@ -8,11 +8,12 @@ In: a cluster. Out: the cluster with its axes in the order that memory likes, an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .cluster import Cluster, Load
 from .cost import Device, Schedule, choose, full, machine
+from .hinted import hinted
 from .layout import permute
 from .ops import OPS
 from .realize import footprint
@@ -21,6 +22,7 @@ from .size import product
 
 STAGED = 65536  # bytes of shared memory for the stages of a loop
 MAX_ROW = 32768  # a longer row spills: it is looped over
+LONG_LOOP = 1024  # what a loop whose length varies is tiled for, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +38,43 @@ def schedule(cluster: Cluster, device: Device | None = None) -> tuple[Cluster, S
     """Return the cluster ready to render, and of the first template that applies the tiles that cost least."""
     device = device or machine()
     ordered = order(cluster).coalesced
-    template = next(t for t in TEMPLATES if t.applies(ordered))
+    model = hinted(ordered)
+    template = next(t for t in TEMPLATES if t.applies(model))
+    if model is not ordered:
+        return ordered, varying(ordered, model, template, device)
     return ordered, choose(ordered, template.tiles(ordered, device), device)
+
+
+def varying(cluster: Cluster, model: Cluster, template: Template, device: Device) -> Schedule:
+    """Return the schedule of a cluster whose sizes vary: good for larger ones too, and right for all.
+
+    Where a row is kept in registers, there is one for each power of two that its length may fall under.
+    """
+    columns, length = product(cluster.reduce), product(model.reduce)
+    if not isinstance(columns, int) and (column_reduction(model) or template.tiles is _tile_looped):  # as it is for longer ones
+        other = replace(model, reduce=(max(length, LONG_LOOP), *(1 for _ in model.reduce[1:])))
+        return choose(other, _tile_looped(other, device), device)
+    tiles = choose(model, template.tiles(model, device), device)
+    if tiles.template == "pointwise":  # a block for this call alone would be a small one
+        block = max(256, tiles["XBLOCK"])
+        return replace(tiles, blocks=(("XBLOCK", block),), num_warps=block // 256)
+    if tiles.template != "reduction_persistent" or isinstance(columns, int):
+        return tiles
+    longest = 1 << (MAX_ROW // max(1, model.held)).bit_length() - 1
+    if columns > longest:  # not in this call; from now on an assumption
+        raise AssertionError("a persistent reduction was chosen for a row that is too long")
+    found = []
+    for limit in (1 << n for n in range(longest.bit_length())):
+        other = replace(model, reduce=(limit, *(1 for _ in model.reduce[1:])))
+        found.append((limit, replace(choose(other, _tile_persistent(other, device), device), choice=None)))
+    return replace(tiles, buckets=tuple(found))
 
 
 # -- axes ------------------------------------------------------------------------------------------------------------------------------
 def order(cluster: Cluster) -> Cluster:
     """Sort the axes so that the innermost is the one along which the most bytes are neighbours."""
-    cost = [_traffic(cluster, axis) for axis in range(len(cluster.axes))]
+    model = hinted(cluster)
+    cost = [_traffic(model, axis) for axis in range(len(cluster.axes))]
     split = len(cluster.parallel)
     parallel = sorted(range(split), key=lambda a: cost[a])
     runs = [s.layout.strides or () for s in cluster.stores if s.mode and cluster.segments]

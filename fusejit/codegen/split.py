@@ -16,6 +16,7 @@ import torch
 
 from .cluster import Cluster, Expr, Load, Reduce, Store, cast, compute, const, iota, load, postorder, reduction, rewrite, substitute, view
 from .cost import Device, machine, pays_to_split
+from .hinted import symbolic
 from .layout import Affine, contiguous, strided
 from .lower import Buffer, Extern, Lowered
 from .online import Shifted, corrected, in_one_pass, of_piece, residual, shifted, with_count
@@ -37,7 +38,7 @@ def split(lowered: Lowered, device: Device | None = None) -> Lowered:
     waiting = list(reversed(lowered.steps))
     while waiting:
         step = waiting.pop()
-        length = _length(step, device or machine()) if isinstance(step, Cluster) else 0
+        length = _length(step, device or machine()) if isinstance(step, Cluster) and not symbolic(step) else 0
         if isinstance(step, Cluster) and length:
             *made, last = _steps(step, length, buffers)
             steps += made

@@ -20,7 +20,7 @@ from .layout import Layout, Mode
 from .online import Shifted, shifted
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
 from .schedule import power_of_two
-from .size import product
+from .size import Size, product
 
 INDEX_OPS = {"index_div", "index_mod"}
 SCAN_COMBINES = {"cumsum": "sum", "cumprod": "prod", "cummax": "amax", "cummin": "amin", "logcumsumexp": "logaddexp"}
@@ -48,7 +48,11 @@ class Tape:
 
     def text(self, node: Expr, literal: bool = False, index: bool = False) -> str:
         if isinstance(node, Const):
-            return _literal(node) if literal or index else f"tl.full((), {_literal(node)}, {STORAGE[node.dtype].compute})"
+            return (
+                _literal(node)
+                if index or (literal and not isinstance(node.value, Size))
+                else f"tl.full((), {_literal(node)}, {STORAGE[node.dtype].compute})"
+            )
         name = self.names[node]
         return f"{name}.to(tl.int64)" if node in self.narrow and not index and node.dtype is torch.int64 else name
 
@@ -127,6 +131,8 @@ class Tape:
         return rounds.format(text) if rounds else text
 
     def _is_index(self, node: Expr) -> bool:
+        if isinstance(node, Const) and isinstance(node.value, Size):
+            return node.dtype is torch.int64
         return node in self.narrow or (isinstance(node, Const) and node.dtype is torch.int64 and abs(node.value) < 2**31)
 
     def _random(self, node: Random) -> tuple[list[str], str]:
@@ -197,7 +203,7 @@ class Tape:
 
     def _tile(self, node: Expr) -> str:
         """Return a value as a whole tile, even if it is the same for all columns."""
-        if self.writer.full[node] and (self.writer.rows[node] or self.writer.tiles["XBLOCK"] == 1):
+        if self.writer.full[node] and (self.writer.rows[node] or self.writer.tiles["XBLOCK"] == 1 and not self.writer.tiles.buckets):
             return self.text(node)
         return f"tl.broadcast_to({self.text(node)}, [XBLOCK, RBLOCK])"
 
@@ -295,9 +301,10 @@ class Tape:
         offset = self._place(store.layout, store.index)
         strides = store.layout.strides or ()
         columns = any(strides[writer.split :])
+        still = "0 * " if store.index else ""
         for variable, axes in writer.groups.items():  # a group of one element still gives the pointers their tile shape
             if not any(strides[a] for a in axes) and (variable != "r"):
-                offset += f" + {variable}"
+                offset += f" + {still}{variable}"
         target = writer.buffers[store.buffer].written_to or store.buffer
         value = STORAGE[store.dtype].store.format(self.text(store.value))
         mask = writer.mask([store.layout], columns=columns)
@@ -320,7 +327,9 @@ def _literal(node: Const) -> str:
     return _number(node.value)
 
 
-def _number(value: bool | int | float) -> str:
+def _number(value: bool | int | float | Size) -> str:
+    if isinstance(value, Size):
+        return f"{value}"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)

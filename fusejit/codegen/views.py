@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from . import layout
 from .layout import Reshape, View
-from .size import product
+from .size import AnySize, product
 
 Shape = tuple[int, ...]
 Views = tuple[View, ...]
@@ -54,13 +54,20 @@ def _squeeze(shape: Shape, dims: int | Sequence[int] | None = None) -> Views:
 
 def _slice(shape: Shape, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Views:
     dim %= len(shape)
-    begin, stop, step = slice(start, end, step).indices(shape[dim])
-    return (layout.slice_(shape, dim, begin, step, len(range(begin, stop, step))),)
+    begin, stop = (within(place, shape[dim]) for place in (0 if start is None else start, shape[dim] if end is None else end))
+    length = 0 if stop <= begin else (stop - begin + step - 1) // step
+    return (layout.slice_(shape, dim, begin, step, length),)
+
+
+def within(place: AnySize, length: AnySize) -> AnySize:
+    """Return a start or an end of a slice as Python takes it: counted from the end where negative, and inside."""
+    place = place + length if place < 0 else place
+    return 0 if place < 0 else length if place > length else place
 
 
 def _select(shape: Shape, dim: int, index: int) -> Views:
     dim %= len(shape)
-    return (layout.select(shape, dim, index % shape[dim]),)
+    return (layout.select(shape, dim, index + shape[dim] if index < 0 else index),)
 
 
 def _flip(shape: Shape, dims: Sequence[int]) -> Views:
@@ -113,5 +120,8 @@ COPIES: dict[str, Callable[..., Views]] = {
     "narrow_copy.default": _narrow,
 }  # fmt: skip
 VIEWS = {**ALIASES, **COPIES}
+# Their second argument is the result's shape, which may have -1 in it.
+GIVES_SHAPE = {"view.default", "_unsafe_view.default", "reshape.default", "view_copy.default", "_reshape_copy.default", "expand.default",
+               "expand_copy.default"}  # fmt: skip
 # Views that come several at a time.
 SPLITS = ("split.Tensor", "split_with_sizes.default")

@@ -1,0 +1,73 @@
+"""Hinted: a cluster as it is in the call that is compiled for, all sizes numbers.
+
+In: a cluster or a buffer with symbolic sizes. Out: the same with each size's hint in its place: what every choice of tiles, orders and
+merges is made by. Such a choice may be bad for other sizes, and must be right for them. Without symbols the input is the output.
+
+    >>> print(hinted(cluster))          # s0 = 512
+    parallel 512 | reduce 768
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from .cluster import Cluster, Const, Expr, Iota, Load, Store, const, iota, load, rewrite
+from .layout import Layout, Mode
+from .size import Size, hint
+
+
+def symbolic(cluster: Cluster) -> bool:
+    """Whether a size occurs in a cluster."""
+    if any(isinstance(n, Size) for n in cluster.axes):
+        return True
+    layouts = [leaf.layout for leaf in cluster.leaves] + [store.layout for store in cluster.stores]
+    numbers = [isinstance(node.value, Size) for node in cluster.order if isinstance(node, Const)]
+    terms = [isinstance(s, Size) for node in cluster.order if isinstance(node, Load) for _, s in node.index]
+    return any(numbers) or any(terms) or any(_has_size(layout) for layout in layouts)
+
+
+def hinted(cluster: Cluster) -> Cluster:
+    """Return the cluster with numbers for sizes."""
+    if not symbolic(cluster):
+        return cluster
+    roots = [root for store in cluster.stores for root in (store.value, *(e for e, _ in store.index))]
+    new = dict(zip(roots, rewrite(roots, _numbers), strict=True))
+    stores = [
+        replace(s, layout=at(s.layout), value=new[s.value], index=tuple((new[e], hint(stride)) for e, stride in s.index))
+        for s in cluster.stores
+    ]
+    axes = [tuple(map(hint, side)) for side in (cluster.parallel, cluster.reduce)]
+    return Cluster(axes[0], axes[1], tuple(stores), cluster.lines, cluster.programs)
+
+
+def hinted_buffers(buffers: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the named buffers with numbers for sizes."""
+    found = {name: buffers[name] for name in names}
+    return {n: replace(b, shape=tuple(map(hint, b.shape)), strides=tuple(map(hint, b.strides))) for n, b in found.items()}
+
+
+def at(layout: Layout) -> Layout:
+    """Return a layout with numbers for sizes."""
+    dims = tuple(tuple(Mode(hint(mode.extent), hint(mode.stride)) for mode in dim) for dim in layout.dims)
+    return Layout(dims, hint(layout.offset))
+
+
+def _numbers(node: Expr) -> Expr:
+    match node:
+        case Const() if isinstance(node.value, Size):
+            return const(hint(node.value), node.dtype)
+        case Iota():
+            return iota(at(node.layout), node.dtype)
+        case Load():
+            index = tuple((e, hint(stride)) for e, stride in node.index)
+            return load(node.buffer, at(node.layout), node.dtype, index, node.mask, node.fill)
+    return node
+
+
+def _has_size(layout: Layout) -> bool:
+    return isinstance(layout.offset, Size) or any(isinstance(n, Size) for dim in layout.dims for m in dim for n in (m.extent, m.stride))
+
+
+__all__ = ["Store", "at", "hinted", "hinted_buffers", "symbolic"]

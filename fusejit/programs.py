@@ -1,0 +1,159 @@
+"""Programs: a captured graph on its way to a backend.
+
+In: the backend that the options and the tensors ask for (`resolve`), a captured graph. Out: its forward and backward, compiled
+(`build_programs`, which returns autodiff's `Built`).
+
+    >>> resolve(Settings(), [torch.ones(3)])
+    'eager'
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import config
+from .capture.cut import Region
+from .errors import FusejitError, Unsupported
+from .runtime.eager import eager
+from .settings import BACKENDS, Settings
+
+Tensor = torch.Tensor
+
+
+class BackendError(FusejitError):
+    """A backend that cannot run here at all; never a fallback."""
+
+    final = True
+
+
+def resolve(settings: Settings, tensors: Sequence[Tensor]) -> str:
+    """Decide the backend of a call from the option, the environment and the tensors' devices."""
+    backend = settings.backend
+    if backend == "auto":
+        backend = config.read("backend")
+        if backend not in BACKENDS:
+            raise ValueError(f"FUSEJIT_BACKEND={backend!r}: choose one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = "triton" if any(tensor.is_cuda for tensor in tensors) else "eager"
+    if settings.target is None and tensors and backend == "triton" and not any(tensor.is_cuda for tensor in tensors):
+        raise BackendError(
+            "backend='triton' needs CUDA tensors, and all of these are on the CPU: use backend='auto' (eager on the CPU), "
+            "'interpret' (the same kernels, slowly, on the CPU), or fusejit.compile_for(...) to compile without a GPU"
+        )
+    return backend
+
+
+def check_devices(backend: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors of several devices in one graph, Python-number-like CPU tensors aside."""
+    devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported("tensors on several devices", f"{names}: one graph runs on one device")
+    if backend == "interpret" and any(device.type != "cpu" for device in devices):
+        raise BackendError("backend='interpret' runs on CPU tensors: use backend='triton' for CUDA ones")
+
+
+def prepare_interpreter(backend: str) -> None:
+    """Switch Triton's interpreter on, which works only before Triton is imported."""
+    if backend != "interpret" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        return
+    if "triton" in sys.modules:
+        raise BackendError(
+            "backend='interpret' needs TRITON_INTERPRET=1 before triton is imported, and it is imported already: "
+            "set TRITON_INTERPRET=1 in the environment of the process"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def half_compiler(found: Any, settings: Settings, options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
+    """The compiler of the forward and of the backward; notes stages, milliseconds and fallbacks in the specialisation `found`."""
+    from .compile import compile_graph, dump
+    from .runtime import cudagraph
+    from .variants import Variants
+
+    plain = found.backend == "eager"
+
+    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
+        start = time.perf_counter()
+
+        def record(name: str, value: Any) -> None:
+            found.record[f"{stage}.{name}"] = value
+            dump(f"{stage}.{name}", value)
+
+        program: Any = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
+        if isinstance(program, Variants) and settings.records:
+            found.dynamic.append("no CUDA graph: a recording holds the sizes of one call")
+        elif not plain and settings.records:
+            program = cudagraph.record(program)
+        spent = (time.perf_counter() - start) * 1e3
+        found.compile_ms[stage] = found.compile_ms.get(stage, 0.0) + spent
+        return program
+
+    return compiler
+
+
+def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
+    """Trace the joint graph and compile it with fusejit's own back end."""
+    from .autodiff.attention import retarget_attention
+    from .autodiff.compose import compose
+    from .autodiff.cumprod import scan_cumprods
+    from .autodiff.joint import build
+    from .autodiff.region import Toolchain, call_regions
+    from .codegen import decompose, random
+    from .compile import Options
+
+    prepare_interpreter(found.backend)
+    plain = found.backend == "eager" or settings.jit_level == "O0"
+    if plain:
+        found.backend = "eager"
+    options = Options(backend=found.backend, jit_level=settings.jit_level, numerics=settings.numerics, target=settings.target)
+
+    compiler = half_compiler(found, settings, options)
+    start = time.perf_counter()
+    elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
+    rewrite = (lambda module: scan_cumprods(retarget_attention(module))) if elsewhere else scan_cumprods
+    rewrite = (lambda module: module) if plain else rewrite
+    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain)))
+    decompositions = {} if plain else random.with_draws(decompose.table(), settings.numerics)
+    tools = Toolchain(region_compiler(options), decompositions, rewrite, flavour)
+    graph = rewrite(graph)
+    calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
+    built = compose(graph, tensors, tools, compiler) if calls else None
+    if built is None:
+        graph, regions = call_regions(graph, tools)
+        built = build(graph, tensors, compiler, tools.decompositions)
+        built.regions = regions
+    found.inlined += tools.notes
+    found.compile_ms["regions"] = tools.spent_ms
+    found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - sum(
+        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions")
+    )
+    return built
+
+
+def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """A functional graph as something that is called like a Program, and runs op by op."""
+    run = eager(module)
+
+    def program(inputs: list[Any]) -> Sequence[Any]:
+        given = tuple(inputs)
+        inputs.clear()
+        return run(*given)
+
+    return program
+
+
+def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
+    """The compiler of regions, which outlive the specialisation that needs them first and therefore know nothing of it."""
+    from .compile import compile_graph, dump
+
+    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
+        return compile_graph(module, inputs, options, record=lambda name, value: dump(f"{stage}.{name}", value))
+
+    return compiler

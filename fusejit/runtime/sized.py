@@ -1,0 +1,84 @@
+"""Launchers of kernels whose sizes vary: the grid, the bucket of a row's length and the divisibility of sizes are found at each launch.
+
+In: a kernel's text, its parameter types (pointers, then sizes) and its tiles. Out: a `SizedLauncher`.
+
+    >>> row = sized_kernel(source, name="row_0", params=("*fp32", "*fp32", "i32"), tiles=[(64, {"XBLOCK": 4, "RBLOCK": 64}, 1, 1), ...])
+    >>> row((rows, 1, columns), x, out, columns)
+
+The text is one. Each bucket, and each set of sizes that are multiples of 16, is compiled when a launch first needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import CompileError
+from .launch import Launcher
+from .workers import KernelSpec
+
+Tiles = tuple[int | None, Mapping[str, int], int, int]
+"""(longest row, or None for all; constants; warps; stages)."""
+KEPT = 256
+"""Launchers of one kernel that are kept for sizes that come again."""
+
+
+class SizedLauncher:
+    """A kernel for many sizes. Call it with (how many values x, y and r have), the tensors and the sizes.
+
+    Attributes:
+        compiled: the specs that launches have needed so far: at most one a bucket and a pattern of divisibility.
+
+    Raises:
+        CompileError: a row is longer than every bucket, or as of `Launcher`.
+    """
+
+    def __init__(self, base: KernelSpec, tiles: Sequence[Tiles]) -> None:
+        self.base, self.tiles = base, tuple(tiles)
+        self.pointers = sum(kind.startswith("*") for kind in base.params)
+        self.compiled: dict[tuple[int, tuple[bool, ...]], KernelSpec] = {}
+        self.kept: dict[Any, Launcher] = {}
+
+    def __repr__(self) -> str:
+        return f"SizedLauncher({self.base.name}, {len(self.compiled)} variants)"
+
+    def __call__(self, extents: tuple[int, int, int], *args: Any) -> None:
+        if 0 in extents[:2]:
+            return
+        bucket = self.bucket(extents[2])
+        even = tuple([not size % 16 and type(size) is int for size in args[self.pointers :]])
+        key = (extents, bucket, even)
+        found = self.kept.get(key)
+        if found is None:
+            if len(self.kept) >= KEPT:
+                self.kept.clear()
+            found = self.kept[key] = Launcher(self.spec(bucket, even), self.grid(extents, bucket))
+        found(*args)
+
+    def bucket(self, length: int) -> int:
+        """Return which tiles a row of this length takes."""
+        for number, (limit, *_) in enumerate(self.tiles):
+            if limit is None or length <= limit:
+                return number
+        raise CompileError(f"kernel {self.base.name}: a row of {length} is longer than its {self.tiles[-1][0]}")
+
+    def grid(self, extents: tuple[int, int, int], bucket: int) -> tuple[int, int, int]:
+        blocks = self.tiles[bucket][1]
+        return (-(-extents[0] // blocks["XBLOCK"]), -(-extents[1] // blocks.get("YBLOCK", 1)), 1)
+
+    def spec(self, bucket: int, even: tuple[bool, ...]) -> KernelSpec:
+        found = self.compiled.get((bucket, even))
+        if found is None:
+            _, blocks, warps, stages = self.tiles[bucket]
+            b = self.base
+            aligned = (True,) * self.pointers + even
+            found = KernelSpec(b.source, b.name, b.params, tuple(blocks.items()), warps, stages, b.debug, aligned, b.fp_fusion)
+            self.compiled[bucket, even] = found
+        return found
+
+
+def sized_kernel(
+    source: str, *, name: str, params: Sequence[str], tiles: Sequence[Tiles], debug: bool = False, fp_fusion: bool = True
+) -> SizedLauncher:
+    """Return the launcher of a kernel for many sizes; arguments as of `fusejit.runtime.launch.kernel`."""
+    return SizedLauncher(KernelSpec(source, name, tuple(params), (), 1, 1, debug, (), fp_fusion), tiles)
