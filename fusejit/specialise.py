@@ -25,7 +25,7 @@ from .capture import tree
 from .capture.constants import constants
 from .capture.cut import Region
 from .capture.guards import Guards, memory_pattern
-from .capture.lines import error_lines
+from .capture.lines import refusal_lines
 from .capture.reads import Effect
 from .capture.regions import Regions
 from .capture.symbols import Symbols
@@ -229,7 +229,7 @@ def eager_specialisation(error: Unsupported, name: str, receiver: Any, leaves: l
         guards = Guards(Captured(empty, (), (), (), None, [], [], recorder, name))
         lifted = guards.lifted
     found = Specialisation("eager", lifted, guards=guards, pins=(receiver, leaves_without_tensors(leaves)))
-    found.fallbacks.append(Fallback(error.op, error.reason, " → ".join(lines_of(error))))
+    found.fallbacks.append(Fallback(error.op, error.reason, " → ".join(refusal_lines(error))))
     return found
 
 
@@ -238,22 +238,13 @@ def refusal(error: Unsupported, name: str) -> BaseException:
     cause = error.__cause__
     if cause is not None and type(cause) in (RuntimeError, IndexError, TypeError, ValueError):
         if error.line:
-            cause.add_note(f"while capturing {name!r} at {' → '.join(lines_of(error))}")
+            cause.add_note(f"while capturing {name!r} at {' → '.join(refusal_lines(error))}")
         return cause
-    lines = lines_of(error)
+    lines = refusal_lines(error)
     where = f" ({' → '.join(lines)})" if lines else ""
     made = CaptureError(f"cannot capture {name!r}{where}: {error.op}: {error.reason}", lines)
     made.__cause__ = error
     return made
-
-
-def lines_of(error: Unsupported) -> list[str]:
-    """The user's lines that lead to a refusal: the one that calls first, the refused one last."""
-    if not error.line:
-        return []
-    own = error.line.split(" → ")
-    lines = [line for line in error_lines(error) if line not in own]
-    return [*lines, *own]
 
 
 def leaves_without_tensors(leaves: list[Any]) -> list[Any]:

@@ -118,6 +118,14 @@ def error_lines(error: BaseException | None) -> list[str]:
     return found
 
 
+def refusal_lines(error: Any) -> list[str]:
+    """Return the user's lines that lead to an `Unsupported`: the one that calls first, the refused one last."""
+    if not error.line:
+        return []
+    own = error.line.split(" → ")
+    return [*(line for line in error_lines(error) if line not in own), *own]
+
+
 def raised_by_user(error: BaseException) -> bool:
     """Whether the exception was raised in the user's own Python, rather than by torch under it."""
     traceback = error.__traceback__
