@@ -7,13 +7,23 @@ In: what went wrong and where in the user's code. Out: one exception whose text 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FusejitError(RuntimeError):
     """Base of every error that fusejit raises on purpose."""
 
 
 class CaptureError(FusejitError):
-    """The Python function cannot become a graph; raised with `fullgraph=True`, recorded as a fallback otherwise."""
+    """The Python function cannot become a graph; raised with `fullgraph=True`, recorded as a fallback otherwise.
+
+    Attributes:
+        lines: the user's lines that lead to what was refused, that of the jitted function first, that of the callee last.
+    """
+
+    def __init__(self, text: str = "", lines: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.lines = tuple(lines)
 
 
 class TraceError(FusejitError):

@@ -21,7 +21,7 @@ import torch
 from . import config
 from .capture.constants import constants
 from .capture.guards import Guards, memory_pattern
-from .capture.lines import error_lines
+from .capture.lines import refusal_lines
 from .capture.reads import Effect
 from .capture.regions import Regions
 from .capture.symbols import Symbols
@@ -198,7 +198,7 @@ def eager_specialisation(error: Unsupported, name: str, receiver: Any, leaves: l
         guards = Guards(Captured(empty, (), (), (), None, [], [], recorder, name))
         lifted = guards.lifted
     found = Specialisation("eager", lifted, guards=guards, pins=(receiver, leaves_without_tensors(leaves)))
-    found.fallbacks.append(Fallback(error.op, error.reason, error.line))
+    found.fallbacks.append(Fallback(error.op, error.reason, " → ".join(refusal_lines(error))))
     return found
 
 
@@ -207,11 +207,11 @@ def refusal(error: Unsupported, name: str) -> BaseException:
     cause = error.__cause__
     if cause is not None and type(cause) in (RuntimeError, IndexError, TypeError, ValueError):
         if error.line:
-            cause.add_note(f"while capturing {name!r} at {error.line}")
+            cause.add_note(f"while capturing {name!r} at {' → '.join(refusal_lines(error))}")
         return cause
-    lines = [line for line in error_lines(error) if line != error.line]
-    where = f" ({' → '.join([*lines, error.line])})" if error.line else ""
-    made = CaptureError(f"cannot capture {name!r}{where}: {error.op}: {error.reason}")
+    lines = refusal_lines(error)
+    where = f" ({' → '.join(lines)})" if lines else ""
+    made = CaptureError(f"cannot capture {name!r}{where}: {error.op}: {error.reason}", lines)
     made.__cause__ = error
     return made
 

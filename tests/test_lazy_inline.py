@@ -85,8 +85,8 @@ def test_case_56(backend):
     assert named(agree(edited, leaf(3, 6), backend=backend)) == [("Block_0", 4)]
 
 
-def test_nested(backend):
-    """Regions inside regions, to any depth: each graph is captured once."""
+def test_case_56_nested_at_any_depth(backend):
+    """Case 56, nested: regions inside regions, to any depth (upstream reuses the outermost only): each graph is captured once."""
 
     @fusejit.lazy_inline
     class Stage(nn.Module):

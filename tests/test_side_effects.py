@@ -220,12 +220,44 @@ def prints_in_a_callee(x):
     return printer(y)
 
 
-def test_case_53(backend, capsys, caplog):
+def reads_in_a_callee(x):
+    if x.dim() == 1:
+        return prints_in_a_callee(x)
+    return x
+
+
+@pytest.mark.parametrize("mode", ["ast", "trace", "bytecode"])
+def test_case_53_lines(mode):
+    """The lines that lead to what is refused, the jitted function's own first."""
+    for fn, lines in ((prints_in_a_callee, 2), (reads_in_a_callee, 3)):
+        with pytest.raises(fusejit.CaptureError) as error:
+            fusejit.jit(fn, capture_mode=mode, fullgraph=True)(torch.ones(1))
+        wanted = ["return prints_in_a_callee(x)", "return printer(y)", 'print("in a callee")'][-lines:]
+        found = [line.partition(": ")[2] for line in error.value.lines]
+        assert found[-lines:] == wanted and set(found[:-lines]) <= {"if x.dim() == 1:"}  # mode "ast" also says in which arm it is
+        assert " → ".join(error.value.lines) in str(error.value)
+    report = str(fusejit.jit(reads_in_a_callee, capture_mode="trace").explain(torch.ones(1)))
+    assert report.index("return prints_in_a_callee(x)") < report.index("return printer(y)") < report.index('print("in a callee")')
+
+
+def arm_of_an_if(x):
+    if x.sum() > 0:
+        x = reads_a_value(x)
+    return x
+
+
+def reads_a_value(x):
+    return x * x.sum().item()
+
+
+def test_case_53_in_an_arm():
     with pytest.raises(fusejit.CaptureError) as error:
-        fusejit.jit(prints_in_a_callee, backend=backend, fullgraph=True)(torch.ones(1))
-    text = str(error.value)
-    outer, inner = text.index("return printer(y)"), text.index('print("in a callee")')
-    assert outer < inner and text.count("test_side_effects.py:") == 2
+        fusejit.jit(arm_of_an_if, fullgraph=True)(torch.ones(1))
+    lines = [line.partition(": ")[2] for line in error.value.lines]
+    assert lines[-2:] == ["x = reads_a_value(x)", "return x * x.sum().item()"]
+
+
+def test_case_53(backend, capsys, caplog):
     with pytest.raises(fusejit.CaptureError, match=r'print\("in a callee"\)'):
         fusejit.jit(printer, backend=backend, fullgraph=True)(torch.ones(1))
     jitted = fusejit.jit(prints_in_a_callee, backend=backend)

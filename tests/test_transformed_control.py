@@ -305,3 +305,49 @@ def test_jitted_functions_under_torchs_own_transforms():
     assert_close(torch.vmap(looped, in_dims=1)(STARTS.t()), torch.stack([grows(row) for row in STARTS]))
     with fusejit.disable_jit(), pytest.raises(RuntimeError, match="data-dependent"):
         torch.vmap(jitted)(x)
+
+
+# Places that are tensors.
+
+
+def picks(x, i):
+    y = x[i] * x[i, 0] + x[:, i].sum()
+    out = x * 1
+    out[i] = y
+    out[i, 1] = 5
+    return out
+
+
+def picks_by_value(x):
+    return x[x.sum(1).argmax()] * 2
+
+
+def test_a_tensor_as_a_place(backend):
+    for place in (0, 2, -1):
+        x, i = torch.randn(3, 3, requires_grad=True), torch.tensor(place)
+        jitted = jit(picks, backend=backend, fullgraph=True)
+        found, wanted = jitted(x, i), picks(x, i)
+        assert_close(found, wanted)
+        assert_close(torch.autograd.grad(found.sin().sum(), x), torch.autograd.grad(wanted.sin().sum(), x))
+    assert_close(jit(picks_by_value, backend=backend, fullgraph=True)(x), picks_by_value(x))
+    rows = torch.randn(4, 3, 3)
+    assert_close(jit(torch.vmap(picks_by_value), backend=backend, fullgraph=True)(rows), torch.stack([picks_by_value(row) for row in rows]))
+    with pytest.raises(IndexError):
+        jit(picks_by_place, backend=backend, fullgraph=True)(x, torch.tensor(3))
+
+
+def picks_by_place(x, i):
+    return x[i] + 1
+
+
+def changes_a_place(x, i):
+    x = x * 1
+    x[i] += 1
+    return x
+
+
+def test_a_place_is_no_view():
+    x, i = torch.randn(3, 3), torch.tensor(1)
+    with pytest.raises(fusejit.CaptureError, match=r"x\[i\] \+= 1.*in-place change of `x\[i\]`.*write `x\[i\] = new`"):
+        jit(changes_a_place, fullgraph=True)(x, i)
+    assert_close(jit(changes_a_place)(x, i), changes_a_place(x, i))

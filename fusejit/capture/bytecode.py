@@ -237,10 +237,10 @@ def ending_of(module: torch.fx.GraphModule) -> Ending:
 
 
 def stack_lines(stack: Any) -> str:
-    """The user's lines of a Python stack, outermost first: ``"model.py:9: y = self.inner(x) > model.py:4: print(x)"``."""
+    """The user's lines of a Python stack, outermost first: ``"model.py:9: y = self.inner(x) → model.py:4: print(x)"``."""
     frames = [(entry.filename, entry.lineno, entry.name) for entry in stack or ()]
     wanted = [frame for frame in frames if kind(frame[0]) == "user"] or [frame for frame in frames if kind(frame[0]) == "library"][-1:]
-    return " > ".join(shorten(stack_entry(*frame)) for frame in wanted)
+    return " → ".join(shorten(stack_entry(*frame)) for frame in wanted)
 
 
 NESTED = "using FX to symbolically trace"

@@ -100,16 +100,30 @@ def error_line(error: BaseException) -> str:
     return shorten(best or library)
 
 
-def error_lines(error: BaseException) -> list[str]:
-    """Return the user's lines in an exception's traceback, the outermost first; of the one that it was made from, if there is one."""
-    traceback = (error.__cause__ or error).__traceback__
-    found = []
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if kind(code.co_filename) == "user" and code.co_filename != "<string>":  # which torch makes of its own wrappers
-            found.append(shorten(stack_entry(code.co_filename, traceback.tb_lineno, code.co_name)))
-        traceback = traceback.tb_next
+def error_lines(error: BaseException | None) -> list[str]:
+    """Return the user's lines on the way to an error, the outermost first; those of what it was made from follow its own."""
+    found: list[str] = []
+    met: list[BaseException] = []
+    while error is not None and error not in met:  # a cause may have been raised again
+        met.append(error)
+        traceback = error.__traceback__
+        while traceback is not None:
+            code = traceback.tb_frame.f_code
+            if kind(code.co_filename) == "user" and code.co_filename != "<string>":  # which torch makes of its own wrappers
+                line = shorten(stack_entry(code.co_filename, traceback.tb_lineno, code.co_name))
+                if line not in found[-1:]:
+                    found.append(line)
+            traceback = traceback.tb_next
+        error = error.__cause__
     return found
+
+
+def refusal_lines(error: Any) -> list[str]:
+    """Return the user's lines that lead to an `Unsupported`: the one that calls first, the refused one last."""
+    if not error.line:
+        return []
+    own = error.line.split(" → ")
+    return [*(line for line in error_lines(error) if line not in own), *own]
 
 
 def raised_by_user(error: BaseException) -> bool:

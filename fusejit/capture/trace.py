@@ -36,6 +36,7 @@ from .arguments import check_arguments, refuse_tensor
 from .effects import Recorder
 from .generators import numpy_state, restore_generators
 from .identity import check_identities
+from .indexing import GET, SET, Picked
 from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame, user_line
 from .lookalike import lookalike
 from .ordered import OPS as ORDERED
@@ -122,6 +123,7 @@ class Tracing(TorchFunctionMode):
         self.mode: Any = None
         self.grad = False
         self.token: Tensor | None = None
+        self.picked = Picked()
 
     def follow(self, mode: Any) -> None:
         """Record through a proxy mode, from the present grad mode on."""
@@ -159,6 +161,12 @@ class Tracing(TorchFunctionMode):
             func = T.detach
         if func in ORDERED:
             return self.thread(func, self.replace(args), frame_line(frame))
+        if self.picked.kept:
+            self.picked.refuse_change(func, args, frame_line(frame))
+        if func is GET or func is SET:
+            args = self.replace(args)
+            found, done = self.picked.index(func, args)
+            return found if done else func(*args)
         if kwargs:
             return func(*self.replace(args), **{name: self.replace(value) for name, value in kwargs.items()})
         return func(*self.replace(args))
