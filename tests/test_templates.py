@@ -217,14 +217,22 @@ def test_rows_that_fill_no_device_keep_their_segments():
     assert report.backward.launches > 2 and "24 rows of several segments leave multiprocessors idle" in str(report)
 
 
-def test_what_is_not_linear_in_the_segments_stays_apart():
-    def f(x):
-        parts = x.view(-1, 4, 64)
-        sums = parts.sum(-1)
-        return parts * (sums * sums).sum(-1)[:, None, None]
+@pytest.mark.parametrize("form", ["weighted", "beside another", "with a constant", "squared", "negated"])
+def test_sums_that_are_linear_in_the_segments_join(form):
+    """A weighted sum of segment sums is one of the row; a constant added to each, or a square, is not."""
 
-    jitted = compare(f, (torch.randn(200, 256),))
-    assert jitted.program(torch.randn(200, 256)).launches > 1
+    def f(x, w, v):
+        parts = x.view(-1, 3, 33)
+        a, b = (parts * v).sum(-1), parts.sum(-1)
+        total = {
+            "weighted": lambda: (a * w - b / (w + 3)).sum(-1), "beside another": lambda: ((a + b) * w * 2).sum(-1) + b.sum(-1),
+            "with a constant": lambda: (a * w + 1).sum(-1), "squared": lambda: (a * b).sum(-1), "negated": lambda: (-a).sum(-1),
+        }[form]()  # fmt: skip
+        return parts * total[:, None, None], a
+
+    args = torch.randn(140, 99), torch.randn(3).abs(), torch.randn(33)
+    jitted = compare(f, args)
+    assert (jitted.program(*args).launches == 1) == (form not in ("with a constant", "squared"))
 
 
 @pytest.mark.parametrize("batch, channels, size, template", [(16, 320, 4096, "looped"), (512, 256, 512, "persistent")], ids=str)

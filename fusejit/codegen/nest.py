@@ -44,9 +44,9 @@ def nest(inner: Cluster, outer: Cluster, device: Device) -> Cluster:
     sums: dict[Expr, Expr] = {
         n: _of_the_row(n, below) for root in roots for n in postorder([root]) if isinstance(n, Reduce) and n not in below
     }
-    stores = [replace(s, value=v) for s, v in zip(wide.stores, substitute(roots, sums), strict=True)]
-    if any(n in below for s in stores for n in postorder([s.value])):
+    if any(n in below for n in postorder(roots, lambda n: () if n in sums else children(n))):
         raise Refused("a segment's result is used beside the sum of all")
+    stores = [replace(s, value=v) for s, v in zip(wide.stores, substitute(roots, sums), strict=True)]
     segments = [_segment(s) if s.buffer in results else s for s in lower.stores]
     lines = tuple(dict.fromkeys((*inner.lines, *outer.lines)))
     return Cluster(wide.parallel, wide.reduce, (*segments, *stores), lines)
