@@ -201,6 +201,7 @@ MORE = {
     "hook_on_a_layer_of_a_list": lambda m: m.layers[0].register_forward_pre_hook(lambda m, i: (i[0] * 3,)),
     "full_backward_hook": lambda m: m.linear.register_full_backward_hook(lambda m, i, o: (i[0] * 2,)),
     "keyword_hook": lambda m: m.register_forward_hook(lambda m, a, k, o: o * 4, with_kwargs=True),
+    "class_of_a_module": lambda m: setattr(m.layers[0], "__class__", type("Own", (nn.Linear,), {"forward": lambda s, x: x * 6})),
     "buffer_of_another_shape": lambda m: setattr(m, "shift", torch.ones(1)),
     "buffer_is_a_parameter_now": lambda m: (delattr(m, "shift"), setattr(m, "shift", nn.Parameter(torch.ones(3)))),
     "buffer_requires_grad": lambda m: m.shift.requires_grad_(True),
@@ -264,8 +265,13 @@ def test_mutations_of_modules(change, grad):
                 torch.testing.assert_close(ours, torch.autograd.grad(wanted.sum(), leaves, allow_unused=True))
 
 
+FEW = ["data_of_other_strides", "to_another_dtype", "frozen_and_back", "hook_on_a_layer_of_a_list", "class_of_a_module"]
+
+
 @pytest.mark.parametrize("missing", ["TensorGuards", "dict_version", "RootGuardManager", "everything"])
-@pytest.mark.parametrize("name", ["data_of_other_strides", "to_another_dtype", "frozen_and_back", "hook_on_a_layer_of_a_list"])
+@pytest.mark.parametrize(
+    "name", ["data_of_other_strides", "to_another_dtype", "frozen_and_back", "hook_on_a_layer_of_a_list", "class_of_a_module"]
+)
 def test_without_a_part_of_torchs_c_interface(missing, name, monkeypatch):
     """The second way of each thing in torch_c.py."""
     if missing == "everything":

@@ -7,7 +7,7 @@ is the result, or `MISS` where anything that the specialisation depends on may d
         if receiver is not owner or kwargs or len(args) != 2: return MISS
         a0, a1, = args
         try:
-            if not (same_tensors(a0, a1, *lifted) and grad() is True and not autocast() and ... and unchanged(tables) and not any(empty)):
+            if not (same_tensors(a0, a1, *lifted) and grad() is True and not autocast() and ... and unchanged(watched) and not any(empty)):
                 return MISS
         except ERRORS:
             return MISS
@@ -173,12 +173,12 @@ def still(found: Any, call: Call) -> bool:
 
 def renew(entry: Entry, call: Call, restless: dict) -> bool:
     """Take the dicts of an entry as they are now; False where it has to be written anew: other tensors, or dicts that keep changing."""
-    tables = entry.scope.get("tables", ())
+    tables = [table for table, _ in entry.tables]
     same = all(map(operator.is_, entry.scope["lifted"], call.lifted)) and all(versioned(table, restless) for table in tables)
     if not (tables and same):
         return False
     versions = tuple((table, version_of(table)) for table in tables)
-    unchanged = dict_check(tables)
+    unchanged = dict_check(tables, entry.scope["watched"][len(tables) :])
     if not still(entry.found, call):
         return False
     entry.tables, entry.scope["unchanged"] = versions, unchanged
@@ -321,9 +321,13 @@ class Watched:
 def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched:
     """Sort the guards' conditions."""
     tables: dict[int, dict] = {}
+    objects: dict[int, Any] = {}
     empty: list[Any] = []
     conditions: list[str] = []
     for condition, read in writer.guarded:
+        if read.how == "attribute" and read.name == "__class__" and type(read.table) is read.value:
+            objects[id(read.table)] = read.table
+            continue
         holders, contents = covered(read, writer, restless)
         if holders is None:
             conditions.append(condition)
@@ -345,9 +349,18 @@ def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched:
         conditions.insert(0, "not any(empty)")
     versions = tuple((table, version_of(table)) for table in tables.values())
     if tables:
-        scope |= {"tables": tuple(tables.values()), "unchanged": dict_check(tuple(tables.values()))}
-        conditions.insert(0, "unchanged(tables)")
+        scope |= {"watched": (*tables.values(), *objects.values()), "unchanged": dict_check([*tables.values()], [*objects.values()])}
+        conditions.insert(0, "unchanged(watched)")
+    else:
+        conditions += [f"type({pinned(scope, value)}) is {pinned(scope, type(value))}" for value in objects.values()]
     return Watched(scope, conditions, versions)
+
+
+def pinned(scope: dict[str, Any], value: Any) -> str:
+    """Give a value a name in a scope."""
+    name = f"w{len(scope)}"
+    scope[name] = value
+    return name
 
 
 def covered(read: Read, writer: Any, restless: dict) -> tuple[tuple[dict, ...] | None, Any]:

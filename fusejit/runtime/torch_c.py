@@ -75,19 +75,23 @@ def version_of(table: dict) -> int:
     return int(_guards.dict_version(table))
 
 
-def dict_check(tables: Sequence[dict]) -> Callable[[tuple[dict, ...]], bool]:
-    """Return `check(tables) -> bool`, for a tuple of these very dicts: none has been changed since now."""
-    given = tuple(tables)
+def dict_check(tables: Sequence[dict], objects: Sequence[Any] = ()) -> Callable[[tuple], bool]:
+    """Return `check((*tables, *objects)) -> bool`, for these very dicts and objects: no dict has been changed since now, and each object
+    is still of the class that it is of now."""
+    count, kinds = len(tables), [*map(type, objects)]
     dynamo = sys.modules.get("torch._dynamo.guards")  # 2 s of import, and loaded already where anything was compiled
-    if len(given) > 8 and dynamo is not None and hasattr(_guards, "RootGuardManager"):
+    if count + len(kinds) > 8 and dynamo is not None and hasattr(_guards, "RootGuardManager"):
         tree = _guards.RootGuardManager()
-        for number, table in enumerate(given):
-            child = tree.tuple_getitem_manager(number, f"dicts[{number}]", table, dynamo.GuardManagerType.GUARD_MANAGER)
-            child.add_dict_version_guard(table, ["unchanged"], None)
+        for number, item in enumerate((*tables, *objects)):
+            child = tree.tuple_getitem_manager(number, f"watched[{number}]", item, dynamo.GuardManagerType.GUARD_MANAGER)
+            if number < count:
+                child.add_dict_version_guard(item, ["unchanged"], None)
+            else:
+                child.add_type_match_guard(id(type(item)), ["same class"], None)
         return tree.check  # type: ignore[no-any-return]
     version = _guards.dict_version
-    versions = [version(table) for table in given]
-    return lambda tables: [*map(version, tables)] == versions
+    versions = [version(table) for table in tables]
+    return lambda given: [*map(version, given[:count])] == versions and [*map(type, given[count:])] == kinds
 
 
 # Allocation.
