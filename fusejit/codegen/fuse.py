@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from .align import Refused, align, join, space
 from .cluster import Cluster, Reduce
 from .cost import Device, machine
-from .hinted import symbolic
+from .hinted import hinted, symbolic
 from .lower import Buffer, Extern, Lowered, refs
 from .mix import mix
 from .nest import joined, nest
@@ -182,7 +182,7 @@ class _Fusing:
         merged = join(a, b)
         _check(a, b, merged, self.lowered.buffers)
         merged = self.without_dead(merged, i, j)
-        worth_it(a, b, merged, self.device)
+        worth_it(hinted(a), hinted(b), hinted(merged), self.device)
         return merged
 
     def check_between(self, i: int, j: int) -> None:
@@ -215,7 +215,7 @@ class _Fusing:
     def nested(self, i: int, j: int) -> bool:
         """Try step `i` inside step `j`, and with it the step after them that saves most."""
         inner, outer = self.steps.get(i), self.steps.get(j)
-        if not isinstance(inner, Cluster) or not isinstance(outer, Cluster):
+        if not isinstance(inner, Cluster) or not isinstance(outer, Cluster) or symbolic(inner) or symbolic(outer):
             return False
         followers = {k for name in writes(outer) for k in self.readers.get(name, ())} - {i, j}
         for _, k in sorted((-self.saved(i, k), k) for k in followers if self.saved(i, k) > self.small(i, j)):
@@ -237,7 +237,7 @@ class _Fusing:
 
     def small(self, i: int, j: int) -> int:
         """Return the bytes that step `i` hands to step `j`."""
-        return sum(self.lowered.buffers[name].bytes for name in writes(self.steps[i]) & reads(self.steps[j]))
+        return hint(sum(self.lowered.buffers[name].bytes for name in writes(self.steps[i]) & reads(self.steps[j])))
 
     def check_around(self, i: int, j: int, k: int) -> None:
         inside = 1 << i | 1 << j
