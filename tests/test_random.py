@@ -295,7 +295,7 @@ def test_a_generator_of_its_own_is_respected(fuse, device):
     generator.manual_seed(7)
     assert torch.equal(found[0], torch.rand(4, 8, generator=generator, device=device))
     assert torch.equal(found[1], torch.rand(4, 8, generator=generator, device=device))
-    assert "generator of its own" in str(fused.explain(x))
+    assert any("enerator" in str(fallback) for fallback in fused.explain(x).fallbacks)
 
 
 BF16 = torch.bfloat16

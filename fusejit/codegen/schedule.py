@@ -158,7 +158,8 @@ def _persistent(cluster: Cluster) -> bool:
     columns = product(cluster.reduce)
     if column_reduction(cluster):
         return columns <= 64
-    return row_tile(cluster) * max(1, cluster.held) <= MAX_ROW
+    held = max(2 if scans(cluster) else 1, cluster.held)  # a scan keeps its row besides what it makes of it; in a loop it reads it once too
+    return row_tile(cluster) * held <= MAX_ROW
 
 
 def row_tile(cluster: Cluster) -> int:
