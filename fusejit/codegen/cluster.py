@@ -285,7 +285,8 @@ class Store:
 class Cluster:
     """One kernel: parallel extents, reduce extents, stores. Every layout inside spans (*parallel, *reduce), one stride per axis.
 
-    `programs` is 0, or the number of programs that share the rows between them (mixed reductions).
+    `programs` is 0, or the number of programs that share the rows between them (mixed reductions). `varies`: the extents are those of one
+    call, and stand for others (hinted.py).
     """
 
     parallel: tuple[int, ...]
@@ -293,6 +294,7 @@ class Cluster:
     stores: tuple[Store, ...]
     lines: tuple[str, ...] = ()
     programs: int = 0
+    varies: bool = False
 
     @staticmethod
     def build(parallel: Sequence[int], reduce: Sequence[int], stores: Iterable[Store], lines: tuple[str, ...] = ()) -> Cluster:

@@ -39,7 +39,7 @@ def hinted(cluster: Cluster) -> Cluster:
         for s in cluster.stores
     ]
     axes = [tuple(map(hint, side)) for side in (cluster.parallel, cluster.reduce)]
-    return replace(cluster, parallel=axes[0], reduce=axes[1], stores=tuple(stores))
+    return replace(cluster, parallel=axes[0], reduce=axes[1], stores=tuple(stores), varies=True)
 
 
 def hinted_buffers(buffers: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
