@@ -1,8 +1,9 @@
 """Tables and plots of a kernel benchmark: `python perf/report.py FILE... [--markdown FILE] [--html FILE] [--png PREFIX]`.
 
 In: what `perf/gpu.sh kernels` leaves: pytest-benchmark JSON, or the .jsonl of a run that was cut short; of several files a later row
-replaces an earlier one. Out: a table on stdout (or as markdown), one self-contained HTML page, and PREFIX-roof.png and PREFIX-speedup.png,
-which need matplotlib (`pip install 'fusejit[perf]'`). What was not measured is shown as "-", never filled in.
+replaces an earlier one. The JSON of perf/static.py may be among them, or alone (report_static.py). Out: a table on stdout (or as
+markdown), one self-contained HTML page, and PREFIX-roof.png and PREFIX-speedup.png, which need matplotlib (`pip install 'fusejit[perf]'`).
+What was not measured is shown as "-", never filled in.
 
     case      pass     dtype     shape       eager  torch.compile  ...  fusejit-O2  GB/s  % of copy  speedup  error
     softmax   forward  bfloat16  16384x4096   95.1           93.0  ...        90.2  2975         98     1.03  1.9e-03
@@ -21,6 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import report_static
 
 PEERS = ("eager", "torch.compile", "torch.compile-max-autotune")
 OURS = ("fusejit-O2", "fusejit-O3")
@@ -305,8 +308,8 @@ td, th { padding: 2px 8px; text-align: right; border-bottom: 1px solid #eee; } t
 """
 
 
-def page(run: Run) -> str:
-    """One HTML page that needs nothing else: summary, % of the roof by N, speedups, the table."""
+def page(run: Run, static: str = "") -> str:
+    """One HTML page that needs nothing else: summary, % of the roof by N, speedups, the table, and what no device was needed for."""
     head, *rows = cells(run)
     banner, lines = ("", summary(run)) if not run.synthetic else (f'<p class="synthetic">{summary(run)[0]}</p>', summary(run)[1:])
     key = "".join(f'<span style="background:{COLOURS[v]}"></span>{v}' for v in VARIANTS)
@@ -319,8 +322,14 @@ def page(run: Run) -> str:
         f"<h2>Speedup against the better of eager and torch.compile: geometric mean and range over N</h2>{bars(run)}",
         f'<h2>All cases</h2><div class="scroll"><table><tr>{"".join(f"<th>{html.escape(c)}</th>" for c in head)}</tr>',
         *(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in rows),
-        "</table></div></html>",
+        f"</table></div>{static}</html>",
     ))  # fmt: skip
+
+
+def static_page(static: str) -> str:
+    """The page where nothing was timed."""
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>fusejit: kernels</title><style>{STYLE}</style>'
+    return f"{head}<h1>Kernels</h1><p>Times: not measured.</p>{static}</html>"
 
 
 # -- PNG -------------------------------------------------------------------------------------------------------------------------------
@@ -395,22 +404,29 @@ def _speedup_png(run: Run, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Tables and plots of a kernel benchmark.")
-    parser.add_argument("files", nargs="+", type=Path, help="JSON or .jsonl of perf/gpu.sh kernels")
+    parser.add_argument("files", nargs="+", type=Path, help="JSON or .jsonl of perf/gpu.sh kernels, JSON of perf/static.py")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--html", type=Path, help="write one self-contained page here")
     parser.add_argument("--png", metavar="PREFIX", help="write PREFIX-roof.png and PREFIX-speedup.png")
     given = parser.parse_args(arguments)
+    counted = [path for path in given.files if report_static.is_static(path)]
+    timed = [path for path in given.files if path not in counted]
     try:
-        run = read(given.files)
+        run = read(timed) if timed or not counted else None
+        static = report_static.read(counted) if counted else None
     except ValueError as error:
         parser.error(str(error))
+    section = report_static.section(*static) if static else ""
     if given.markdown:
-        given.markdown.write_text(markdown(run))
+        parts = [markdown(run) if run else "", report_static.markdown(*static) if static else ""]
+        given.markdown.write_text("\n".join(part for part in parts if part))
     if given.html:
-        given.html.write_text(page(run))
+        given.html.write_text(page(run, section) if run else static_page(section))
     if given.png:
+        if not run:
+            parser.error("--png draws times, and these files hold none")
         png(run, given.png)
-    sys.stdout.write(text(run))
+    sys.stdout.write((text(run) if run else "") + (report_static.text(*static) if static else ""))
     return 0
 
 

@@ -1,10 +1,11 @@
 """What a kernel benchmark can tell without a GPU: `python perf/static.py [WORD ...] [--all] [--peer PATH] [--json FILE] [--target sm_90]`.
 
-In: the cases of cases.py whose id holds every WORD (bfloat16 only, unless --all). Out: a table and, on request, JSON: for each case
-launches, bytes read and written against the least, registers, spills, 16-byte loads of all loads, the smallest grid, seconds of code
-generation and of kernel compilation (a kernel that an earlier case had compiled takes none), the templates. With --peer, the path of a
-script whose `inductor(fn, args, grad=, compile=)` compiles what torch.compile would launch on such a GPU, the same figures of torch.compile
-stand in brackets. Nothing is timed on a device. The whole table with the peer takes about five minutes on two cores.
+In: the cases of cases.py whose id holds every WORD (bfloat16 only, unless --all). Out: a table and, on request, JSON, and a status of 1
+where a case fails or breaks a rule of criteria.py (spills, inputs read twice, narrow loads, idle multiprocessors, bytes, launches): for
+each case launches, bytes read and written against the least, registers, spills, 16-byte loads of all loads, the smallest grid, seconds of
+code generation and of kernel compilation (a kernel that an earlier case had compiled takes none), the templates. With --peer, the path of
+a script whose `inductor(fn, args, grad=, compile=)` compiles what torch.compile would launch on such a GPU, the same figures of
+torch.compile stand in brackets. Nothing is timed on a device. The whole table with the peer takes about five minutes on two cores.
 
     case     pass     shape        launches  MB moved  least  regs   spills  wide  ...
     softmax  forward  16384x4096   1 (1)     268.4     268.4  40 (32)  0 (0)  4/4 (2)
@@ -33,6 +34,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import torch  # noqa: E402
 from cases import CASES, Case  # noqa: E402
+from criteria import of_case  # noqa: E402
 
 NONE = "-"
 
@@ -57,6 +59,7 @@ class Figures:
     bytes_written: int | None = None
     programs: int | None = None
     templates: tuple[str, ...] = ()
+    violations: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -70,11 +73,25 @@ class Row:
     failed: str = ""
     peer_failed: str = ""
 
+    @property
+    def violations(self) -> list[str]:
+        """What the case does not meet; more launches than the peer's show only once both are there."""
+        if not self.ours:
+            return [f"failed: {self.failed}"]
+        mine, peers = self.ours.launches + self.ours.externs, self.peer.launches + self.peer.externs if self.peer else None
+        more = [f"{mine} launches, torch.compile {peers}"] if peers is not None and mine > peers else []
+        return [*self.ours.violations, *more]
+
     def to_json(self) -> dict[str, Any]:
         case = self.case
         about = {"case": case.name, "pass": case.pass_, "dtype": case.dtype_name, "shape": list(case.shape), "length": case.length}
         both = {name: asdict(f) if f is not None else None for name, f in (("fusejit", self.ours), ("torch.compile", self.peer))}
-        return about | {"bytes_minimum": self.bytes_minimum} | both | {"failed": self.failed, "peer_failed": self.peer_failed}
+        return (
+            about
+            | {"bytes_minimum": self.bytes_minimum}
+            | both
+            | {"violations": self.violations, "failed": self.failed, "peer_failed": self.peer_failed}
+        )
 
 
 # -- ours ------------------------------------------------------------------------------------------------------------------------------
@@ -110,6 +127,7 @@ def ours(case: Case, target: str) -> Figures:
         bytes_written=sum(k.bytes_written for k in kernels),
         programs=min((k.grid[0] * k.grid[1] * k.grid[2] for k in kernels), default=0),
         templates=tuple(k.template for k in kernels),
+        violations=tuple(of_case(case, kernels, minimum(case))),
     )
 
 
@@ -179,7 +197,7 @@ def ask_peer(path: Path, rows: Sequence[Row]) -> None:
                 if "error" in found:
                     row.peer_failed = found["error"]
                 else:
-                    row.peer = Figures(**found | {"templates": ()})
+                    row.peer = Figures(**found | {"templates": (), "violations": ()})
         process.stdin.close()
 
 
@@ -236,6 +254,8 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     ):
         names = ", ".join(r.case.id for r in found[:6]) + (", ..." if len(found) > 6 else "")
         yield f"{len(found)} of {len(rows)} {title}" + (f": {names}" if found else "")
+    yield f"{sum(not r.violations for r in rows)} of {len(rows)} meet every rule"
+    yield from (f"VIOLATION {r.case.id}: {text}" for r in rows if r.ours for text in r.violations)
     yield from (f"FAILED {r.case.id}: {r.failed}" for r in rows if r.failed)
     yield from (f"failed in the peer's script: {r.case.id}: {r.peer_failed}" for r in rows if r.peer_failed)
 
@@ -293,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         given.json.write_text(json.dumps({"about": about, "cases": [row.to_json() for row in rows]}, indent=1) + "\n")
     sys.stdout.write(table(rows, about))
-    return any(row.failed for row in rows)
+    return any(row.violations for row in rows)
 
 
 if __name__ == "__main__":

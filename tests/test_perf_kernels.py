@@ -300,7 +300,10 @@ def test_static_table(tmp_path):
             assert peers is None and row["peer_failed"] == "RuntimeError: no such kernel"
         else:
             assert [peers[k] for k in ("launches", "externs", "regs", "spills", "wide")] == [2, 1, 64, 8, 4]
-        assert row["shape"][-1] % 8 or ours["wide"] > 0
+        assert ours["wide"] > 0 and row["violations"] == []
+    assert report.main([str(out), "--html", str(tmp_path / "page.html"), "--markdown", str(tmp_path / "page.md")]) == 0
+    page, notes = (tmp_path / "page.html").read_text(), (tmp_path / "page.md").read_text()
+    assert page.count("<tr>") == 9 and "Times: not measured" in page and "8 of 8 cases meet every rule" in notes
     table = done.stdout
     assert "1 (3)" in table and "failed in the peer's script" in table and "0 of 8 spill" in table
 

@@ -45,8 +45,16 @@ def test_the_least_cost_wins_and_spills_never(columns):
 
 
 def test_small_rows_share_a_program_and_few_rows_do_not():
-    many, few = (schedule(only(softmax, torch.empty(rows, 64)), machine("sm_90"))[1]["XBLOCK"] for rows in (65536, 200))
-    assert many > 1 and few == 1
+    def across(rows, columns):
+        return schedule(only(softmax, torch.empty(rows, columns)), machine("sm_90"))[1]["XBLOCK"]
+
+    assert across(65536, 64) > 1 and across(200, 256) == 1
+    assert across(200, 8) == 16  # one row would leave most lanes of the only warp without a value
+
+
+def test_a_column_reduction_of_few_columns_fills_the_device():
+    tiles = schedule(only(lambda x: x.sum(0), torch.empty(64, 256)), machine("sm_90"))[1]
+    assert tiles.template == "reduction_persistent" and tiles["XBLOCK"] == 8
 
 
 def test_more_multiprocessors_want_more_programs():

@@ -258,6 +258,14 @@ def test_pieces_of_infinity_and_nan(name):
     compare(f, (x,))
 
 
+def test_a_piece_of_several_axes():
+    """Four channels of a batch: a piece is two images of the eight, and what is written runs along all of them."""
+    w, b = torch.randn(4), torch.randn(4)
+    x = torch.randn(8, 4, 4096) + 3
+    jitted = compare(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), (x, w, b))
+    assert jitted.program(x, w, b).launches == 3
+
+
 def test_ties_go_to_the_first_place():
     x = torch.zeros(2, LONG)
     x[0, [700, 30_000, 39_999]] = 4.0
@@ -353,8 +361,8 @@ def test_rows_for_h100(name, shape):
 
 @pytest.mark.parametrize("columns", [1023, 4097, 50_257])
 def test_odd_rows_for_h100(columns):
-    """Rows that begin at odd addresses have no 16-byte loads (a peeled head would need another one for each row), and no spills."""
+    """Rows that begin at odd addresses are read in groups of 16 bytes (test_peel.py), pointwise kernels run over all rows as over one."""
     (k,) = for_h100(FEW_ROWS["softmax"][0], meta(1024, columns))
-    assert k.n_spills == 0 and k.wide_loads == 0
+    assert k.n_spills == 0 and k.wide_loads and k.wide_stores
     (flat,) = for_h100(lambda x: x * 2, meta(1024, columns))
     assert flat.wide_loads and flat.wide_stores  # a pointwise kernel is one axis, odd rows or not

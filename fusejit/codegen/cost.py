@@ -23,6 +23,7 @@ from importlib.resources import files
 import torch
 
 from .cluster import Cluster, Load, Reduce
+from .keep import kept_values
 from .layout import Layout
 from .size import product
 
@@ -39,13 +40,17 @@ ALONE = 1.5  # one program of 16 warps draws so many times a multiprocessor's sh
 class Schedule:
     """Template, tile sizes in the template's order, warps, stages of its loop. Sizes and strides are literals in the kernel.
 
-    `choice` keeps what it was chosen from; `others` of equal standing can be measured.
+    `peel`: elements of the groups that a row at an odd address is cut into, 0 for a row that is one tile from end to end.
+    `keep`: whether the row stays in registers as it was loaded (keep.py). `choice` keeps what it was chosen from; `others` of equal
+    standing can be measured.
     """
 
     template: str
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int = 1
+    peel: int = field(default=0, repr=False)
+    keep: bool = field(default=False, repr=False)
     choice: Choice | None = field(default=None, repr=False, compare=False)
 
     def __getitem__(self, name: str) -> int:
@@ -53,7 +58,8 @@ class Schedule:
 
     def __str__(self) -> str:
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
-        return f"{' '.join(f'{n} {v}' for n, v in self.blocks)}, {self.num_warps} warp{'s' * (self.num_warps > 1)}{stages}"
+        cut = f", rows in groups of {self.peel}" if self.peel else ", rows kept as loaded" if self.keep else ""
+        return f"{' '.join(f'{n} {v}' for n, v in self.blocks)}, {self.num_warps} warp{'s' * (self.num_warps > 1)}{stages}{cut}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +147,7 @@ def choose(cluster: Cluster, candidates: Sequence[Schedule], device: Device) -> 
 def estimate(cluster: Cluster, tiles: Schedule, device: Device, memory: float, again: int) -> Cost:
     """Return what one schedule takes; `memory` are the microseconds of its bytes, `again` the bytes that a loop reads a second time."""
     rows, columns = product(cluster.parallel), product(cluster.reduce)
+    columns -= columns % tiles.peel if tiles.peel else 0
     blocks = dict(tiles.blocks)
     tile = product(blocks.values())
     across = blocks["XBLOCK"] * blocks.get("YBLOCK", 1)
@@ -148,8 +155,8 @@ def estimate(cluster: Cluster, tiles: Schedule, device: Device, memory: float, a
     threads = 32 * tiles.num_warps
     each = max(1, tile // threads)
     looped = "RBLOCK" in blocks and blocks["RBLOCK"] < columns
-    live = live_values(cluster, looped)
-    registers = FIXED + each * live
+    live = live_values(cluster, looped) if not tiles.keep else kept_values(cluster) + sum(bool(s.mode) for s in cluster.stores)
+    registers = FIXED + int(each * live)
     most = min(255, device.registers // threads)
     fit = min(32, 64 // tiles.num_warps, device.registers // (registers * threads)) if registers <= most else 0
     levels = max(cluster.levels.values(), default=0)

@@ -16,7 +16,8 @@ from .cluster import Cluster, Expr, Reduce, Store, load, reduction, view
 from .cost import Device
 from .layout import contiguous, permute, strided
 from .lower import Buffer
-from .schedule import even_rows, fits_mixed, order, power_of_two, schedule
+from .peel import peel
+from .schedule import order, refused_walk, schedule
 from .size import product
 from .split import SPLITTABLE, combined
 
@@ -47,10 +48,9 @@ def mix(row: Cluster, column: Cluster, column_first: bool, buffers: dict[str, Bu
     mixed = join(first, one) if column_first else join(one, first)
     programs = _programs(mixed, device)
     mixed = replace(mixed, programs=programs)
-    if not fits_mixed(mixed, device.mixed_values) and not even_rows(mixed):
-        raise Refused(f"rows of {product(one.reduce)} that begin at odd addresses take too many registers, read once and summed both ways")
-    if power_of_two(product(one.reduce)) * len(sums) > device.mixed_values:
-        raise Refused(f"{len(sums)} column sums of rows of {product(one.reduce)} do not fit in the registers of a program")
+    reason = refused_walk(mixed, device.mixed_values)
+    if reason:
+        raise Refused(reason)
     made = _partial(two, nodes, names, programs, buffers)
     back = permute(two.axes, [*range(len(two.parallel), len(two.axes)), *range(len(two.parallel))])
     upright = replace(two, stores=tuple(s for s in two.stores if s.buffer in results)).map(back, two.reduce, two.parallel)
@@ -83,7 +83,7 @@ def _programs(mixed: Cluster, device: Device) -> int:
     Each program writes, and the second kernel reads, one partial result of all columns: many programs keep the memory busy, few move less.
     """
     rows, columns = product(mixed.parallel), product(mixed.reduce)
-    times = next((k for limit, k in device.mixed_programs if columns <= limit), 1)
+    times = next((k for limit, k in device.mixed_programs if columns // 16 * 16 <= limit), 1)  # the ends of odd rows are no part of a tile
     ordered = order(mixed).coalesced
     partial = columns * sum(s.dtype.itemsize for s in ordered.stores if s.mode)
     found = []
@@ -92,9 +92,10 @@ def _programs(mixed: Cluster, device: Device) -> int:
         choice = schedule(replace(ordered, programs=programs), device)[1].choice
         assert choice is not None
         if times == 1 or MUCH * programs * partial <= choice.bytes:
-            found.append((round(choice.costs[0].us + programs * partial / device.bandwidth * 1e6, 2), programs))
+            whole = peel(replace(ordered, programs=programs)) is None  # rows of one program may begin at odd addresses of all kinds
+            found.append((whole, round(choice.costs[0].us + programs * partial / device.bandwidth * 1e6, 2), programs))
         times //= 2
-    return min(found)[1]
+    return min(found)[2]
 
 
 def _partial(two: Cluster, nodes: list[Reduce], names: list[str], programs: int, buffers: dict[str, Buffer]) -> list[Buffer]:

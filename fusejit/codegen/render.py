@@ -9,19 +9,23 @@ In: a cluster and a schedule. Out: `Kernel`, whose source is a pure function of 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from ..errors import Unsupported
-from .cluster import Cluster, Compute, Expr, Iota, Load, Reduce, Store, children, postorder
+from .cluster import Cluster, Compute, Expr, Iota, Load, Reduce, Store, children
+from .ends import PeeledTape
+from .keep import along_row, kept
 from .kernel import Kernel, bytes_written, reads_of
 from .layout import Layout, permute
 from .lower import Buffer
 from .online import Shifted, in_one_pass
 from .ops import OPS, STORAGE
 from .pattern import Foreach
+from .peel import is_flat, peel, tile_columns
 from .schedule import Schedule, power_of_two, second_axis
 from .size import product
 from .tape import Tape
@@ -93,16 +97,25 @@ def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
 
 # -- the text --------------------------------------------------------------------------------------------------------------------------
 class Writer:
-    """Writes the statements of one kernel. `level` of a node: how many reductions lie below it, one above the other."""
+    """Writes the statements of one kernel. `level` of a node: how many reductions lie below it, one above the other.
+
+    `column` is the index variable along a row and `width` the tile's; of a peeled row, `ends` writes what is not in whole groups.
+    """
+
+    column, width = "r", "RBLOCK"
 
     def __init__(self, cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], names: dict[str, str], numerics: str) -> None:
         self.cluster, self.tiles, self.buffers, self.pointers = cluster, tiles, buffers, names
         self.exact = numerics == "eager"
         self.split = len(cluster.parallel)
+        self.peel = peel(cluster) if tiles.peel else None
         self.asserts = False
         self.levels, self.full = cluster.levels, cluster.full
+        self.kept: dict[Load, str] = {n: f"row{i}" for i, n in enumerate(kept(cluster))} if tiles.keep else {}
         self.online: dict[Expr, Shifted] = {}
-        if tiles.template == "reduction_looped" or (cluster.programs and product(cluster.reduce) > tiles["RBLOCK"]):
+        whole = tile_columns(cluster) if tiles.peel else product(cluster.reduce)
+        self.tiles_a_row = -(-whole // tiles["RBLOCK"]) if cluster.reduce else 1
+        if tiles.template == "reduction_looped" or (cluster.programs and self.tiles_a_row > 1):
             self.levels, self.online = in_one_pass(cluster)
         self.rows: dict[Expr, bool] = {}  # whether a value has a row for each row of the tile
         for node in cluster.order:
@@ -110,6 +123,7 @@ class Writer:
             self.rows[node] = isinstance(node, Reduce) or runs or any(self.rows[c] for c in children(node))
         self.groups = self._groups()
         self.wide = max([product(cluster.axes), *(buffers[n].bytes for n in names)]) >= 2**31  # bytes bound offsets, negative ones too
+        self.ends = self._ends() if self.peel else None
 
     def _groups(self) -> dict[str, list[int]]:
         """Return the axes behind each index variable."""
@@ -117,6 +131,20 @@ class Writer:
         if self.tiles.template == "pointwise_2d":
             return {"y": list(range(rank - 1)), "x": [rank - 1]}
         return {"x": list(range(self.split)), "r": list(range(self.split, rank))} if self.cluster.reduce else {"x": list(range(rank))}
+
+    def _ends(self) -> Writer:
+        """Return the writer of what lies before and behind the whole groups of a row."""
+        assert self.peel is not None
+        ends = copy.copy(self)
+        ends.column, ends.width = "e", str(2 * self.peel.group)
+        ends.groups = {"x": self.groups["x"], "e": self.groups["r"]}
+        return ends
+
+    @property
+    def middle(self) -> str:
+        """How many elements of a peeled row are in whole groups."""
+        assert self.peel is not None
+        return f"({product(self.cluster.reduce)} - head) // {self.peel.group} * {self.peel.group}"
 
     def grid(self) -> tuple[int, int, int]:
         if self.cluster.programs:
@@ -134,15 +162,21 @@ class Writer:
         axes = self.groups[variable]
         if variable == "r" and self.cluster.segments:
             return self.segments(axes)
-        lines, inner = [], 1
+        lines, inner = self.shifted(variable), 1
         for place in reversed(range(len(axes))):
             n = self.cluster.axes[axes[place]]
             if len(axes) > 1:
                 text = f"{variable} // {inner}" if inner > 1 else variable
                 lines.append(f"{variable}{place} = {text} % {n}" if place else f"{variable}{place} = {text}")
             inner *= n
+        if self.peel and variable != "x":
+            return lines
         if self.masked(variable):
             lines.append(f"{variable}mask = {variable} < {inner}")
+        if self.peel:
+            rows, group = self.offset(self.peel.rows, self.groups["x"]), self.peel.group
+            assert self.ends is not None
+            lines += [f"head = ({group} - ({rows}) % {group}) % {group}", *self.ends.coordinates("e")]
         return lines
 
     def segments(self, axes: list[int]) -> list[str]:
@@ -162,10 +196,25 @@ class Writer:
             lines += [f"rmask = (rs < {many}) & (ri < {each})", f"smask = s < {many}"]
         return lines
 
+    def shifted(self, variable: str) -> list[str]:
+        """Return the statements that place the columns of a peeled row, with their masks: whole groups, or the two ends."""
+        if not self.peel or variable == "x":
+            return []
+        group, columns = self.peel.group, product(self.cluster.reduce)
+        if variable == "r":
+            return ["k = r", "r = head + k", f"rmask = k // {group} < ({columns} - head) // {group}"]
+        return [
+            f"e = tl.arange(0, {2 * group})[None, :]" + (".to(tl.int64)" if self.wide else ""),
+            f"e = tl.where(e < {group}, e, e + {columns - 2 * group})",
+            f"emask = (e < head) | (e >= {columns} - ({columns} - head) % {group})",
+        ]
+
     def masked(self, variable: str) -> bool:
         if variable == "r" and self.cluster.segments:
             many, each = self.cluster.segment
             return power_of_two(each) != each or many * each % self.tiles["RBLOCK"] != 0
+        if self.peel and variable != "x":
+            return True
         return product(self.cluster.axes[a] for a in self.groups[variable]) % self.tiles[f"{variable.upper()}BLOCK"] != 0
 
     def axis(self, number: int) -> str:
@@ -179,21 +228,35 @@ class Writer:
         runs = (a for lay in layouts for a, stride in enumerate(lay.strides or ()) if stride != 0)
         return next((self.axis(a) for a in runs), "0")
 
-    def offset(self, layout: Layout) -> str:
+    def offset(self, layout: Layout, among: list[int] | None = None) -> str:
+        """Return an offset as text, or the part of it along some axes (and its constant)."""
+        strides, axes = layout.strides or (), self.cluster.axes
         terms = []
-        for number, stride in enumerate(layout.strides or ()):
-            if stride != 0:
-                name = self.axis(number)
-                terms.append(name if stride == 1 else f"{stride} * {name}")
+        for variable, group in self.groups.items():
+            own = [strides[a] for a in group] if strides and (among is None or group == among) else []
+            padded = variable == "r" and self.cluster.segments  # its digits are no digits of the row
+            if not padded and len(own) > 1 and own[-1] and is_flat(own, [axes[a] for a in group]):
+                names = [(variable, own[-1])]  # one run of memory: neighbours stay neighbours in the text
+            else:
+                names = [(self.axis(a), stride) for a, stride in zip(group, own, strict=False)]
+            terms += [name if stride == 1 else f"{stride} * {name}" for name, stride in names if stride != 0]
         if layout.offset != 0:
             terms.append(str(layout.offset))
         return " + ".join(terms) or "0"
+
+    def address(self, layout: Layout) -> str:
+        """Return the offset of an access, of a peeled row as whole groups."""
+        if self.column != "r" or not self.peel or not self.peel.follows(layout, self.split):
+            return self.offset(layout)
+        group = self.peel.group
+        return f"({self.offset(layout, self.groups['x'])} + {group - 1}) // {group} * {group} + k"
 
     def mask(self, layouts: list[Layout], extra: str = "", columns: bool | None = None) -> str:
         """Return the mask of an access: the tile's borders along the variables that it uses, and its own."""
         used = {v for v, axes in self.groups.items() if any((lay.strides or ())[a] for lay in layouts for a in axes)}
         if columns is not None:
-            used = (used | {"x"} | ({"y"} if "y" in self.groups else set())) - {"r"} | ({"r"} if columns and "r" in self.groups else set())
+            along = {self.column} & self.groups.keys()
+            used = (used | {"x"} | ({"y"} if "y" in self.groups else set())) - along | (along if columns else set())
         parts = [f"{v}mask" for v in self.groups if v in used and self.masked(v)] + ([extra] if extra else [])
         return " & ".join(parts)
 
@@ -219,37 +282,54 @@ class Writer:
             return fields | {"passes": self.passes(), "span": self.loop(steps), "rows": []}
         if self.tiles.template == "reduction_mixed":
             return fields | self.walk()
-        tape = Tape(self)
+        if self.tiles.keep:
+            return fields | {"rows": [self.kept_row()]}
+        tape = self.tape()
         lines = [line for node in self.cluster.order for line in tape.statement(node)]
         lines += [line for store in self.cluster.stores for line in tape.store(store)]
         return fields | {"rows": [lines]}
+
+    def kept_row(self, sums: dict[str, str] | None = None) -> list[str]:
+        """Return the statements of a row that is loaded once, and then gone over as often as there are reductions one above the other."""
+        lines = [line for n, name in self.kept.items() for line in Tape(self).keep(n, name)]
+        return [*lines, *(line for level in self.passes(sums) for part in ("rows", "start", "body", "finish") for line in level[part])]
+
+    def tape(self) -> Tape | PeeledTape:
+        return PeeledTape(self) if self.peel else Tape(self)
 
     def walk(self) -> dict[str, Any]:
         """Return the statements of a walk over rows: before the loop, inside, and after it, where the column results are written."""
         sums = [s for s in self.cluster.stores if s.mode in OPS]
         names = {s.buffer: f"sum{i}" for i, s in enumerate(sums)}
-        tiles = range(-(-product(self.cluster.reduce) // self.tiles["RBLOCK"]))
+        tiles = range(self.tiles_a_row)
         start, body, finish = [], [], []
-        if len(tiles) == 1:
-            tape = Tape(self)
-            tape.begins["r"] = "0"
-            body = [line for node in self.cluster.order for line in tape.statement(node)]
+        if self.tiles.keep:
+            body = [line.replace("@", "0") for line in self.kept_row(names)]
+        elif len(tiles) == 1:
+            tape = self.tape()
+            if isinstance(tape, Tape):
+                tape.begins["r"] = "0"
+            body = self.tile(0) if self.peel else []
+            body += [line for node in self.cluster.order for line in tape.statement(node)]
             body += [line for s in self.cluster.stores if s not in sums for line in tape.store(s)]
             body += [line.replace("@", "0") for s in sums for line in tape.column(s, names[s.buffer])]
         else:  # the row is read again, out of L1 or L2, rather than kept: only its column sums stay in registers
-            for level in self.passes(names):
+            for number, level in enumerate(self.passes(names)):
                 body += level["rows"] + level["start"]
+                body += ["tl.debug_barrier()"] if not number else []  # loads of the next row, begun early, would spill
                 for t in tiles if level["body"] else ():
                     body += [line.replace("@", str(t)) for line in (*self.tile(t), *level["body"])]
                 body += level["finish"]
         for t in tiles:
             again = self.tile(t) if len(tiles) > 1 else []
             for s in sums:
-                first, last = Tape(self).partial(s, names[s.buffer])
-                start.append(first.replace("@", str(t)))
-                finish += [line.replace("@", str(t)) for line in (*again, last)]
+                first, last = self.tape().partial(s, names[s.buffer])
+                start += [line.replace("@", str(t)) for line in first]
+                finish += [line.replace("@", str(t)) for line in (*again, *last)]
+        if self.peel:  # every row of a program begins where its first one does
+            finish = ["x = (program + tl.arange(0, 1))[:, None]", *self.coordinates("x"), *self.tile(0), *finish]
         steps = f"program * XBLOCK, {product(self.cluster.parallel)}, {self.grid()[0]} * XBLOCK"
-        columns = [] if len(tiles) > 1 else self.tile(0)
+        columns = [] if len(tiles) > 1 or self.peel else self.tile(0)
         return {"start": columns + start, "rows": [body], "finish": finish, "span": self.loop(steps)}
 
     def loop(self, steps: str) -> str:
@@ -279,19 +359,25 @@ class Writer:
             wide = [s for s in stores if any((s.layout.strides or ())[self.split :]) or self.full.get(s.value, False)]
             narrow = [line for s in stores if s not in wide for line in tape.store(s)]
             inner = Tape(self, tape)
-            inner.policies = {} if sums else policies[level]  # a walk reads its one row again out of L1
+            inner.policies = {} if sums or self.kept else policies[level]  # a walk reads its one row again out of L1
+            inner.again = level > 0
             roots = [a for n in made for a in self.inputs(n)] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
             body = [line for n in self.inside(roots) for line in inner.statement(n)]
             start: list[str] = []
             finish: list[str] = []
             steps: list[str] = []
+            ends = Tape(self.ends, tape) if self.ends else None
             for node in made:
-                begin, step, end = inner.accumulate(node, tape)
+                begin, step, end = inner.accumulate(node, tape, ends)
                 start += begin
                 steps = [*step, *steps]  # a shifted sum needs its maximum as it was before
                 finish += end
             body += steps
             body += [line for s in wide for line in (inner.column(s, sums[s.buffer]) if sums and s.buffer in sums else inner.store(s))]
+            if ends and wide:
+                ends.names.update((n, name) for n, name in tape.names.items() if not self.full[n])
+                outer = self.inside([r for s in wide for r in (s.value, *(e for e, _ in s.index))])
+                finish += [line for n in outer for line in ends.statement(n)] + [line for s in wide for line in ends.store(s)]
             result.append({"rows": head + narrow, "start": start, "body": body if made or wide else [], "finish": finish})
         return result
 
@@ -320,4 +406,4 @@ class Writer:
 
     def inside(self, roots: list[Expr]) -> list[Expr]:
         """Return the nodes that vary along the row, down to what was computed outside the loop."""
-        return [n for n in postorder(roots, lambda n: () if isinstance(n, Reduce) else children(n)) if self.full[n]]
+        return along_row(roots, self.cluster)

@@ -11,15 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .cluster import Cluster, Load
+from .cluster import Cluster, Load, Random
 from .cost import Device, Schedule, choose, full, machine
+from .keep import kept_values
 from .layout import permute
 from .ops import OPS
+from .peel import Peel, peel, tile_columns
 from .realize import footprint
 from .size import product
 
 STAGED = 65536  # bytes of shared memory for the stages of a loop
 MAX_ROW = 32768  # a longer row spills: it is looped over
+WARP_VALUES = 32 * 4  # a tile that gives each lane of a warp 16 bytes of float32
+WALKED, WALKED_BYTES = 4096, 32768  # columns of a tile, and bytes of a row that a mixed reduction reads twice; longer ones spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +129,40 @@ def _persistent(cluster: Cluster) -> bool:
     columns = product(cluster.reduce)
     if column_reduction(cluster):
         return columns <= 64
-    return row_tile(cluster) * max(1, cluster.held) <= MAX_ROW
+    return in_registers(cluster)
+
+
+def in_registers(cluster: Cluster) -> bool:
+    """Whether a program holds a row, as it is computed with or as it was loaded."""
+    return _fits(cluster) or fits_kept(cluster, MAX_ROW)
 
 
 def row_tile(cluster: Cluster) -> int:
-    """Return the elements of a tile that holds a row, each of its segments padded to a power of two."""
+    """Return the elements of a tile that holds a row: its whole groups if it is peeled, each of its segments padded to a power of two."""
     many, each = cluster.segment
-    return power_of_two(many) * power_of_two(each)
+    return power_of_two(many) * power_of_two(each) if cluster.segments else power_of_two(tile_columns(cluster))
+
+
+def _fits(cluster: Cluster) -> bool:
+    columns = row_tile(cluster)
+    return columns * max(1, cluster.held) <= MAX_ROW and columns * _loaded(cluster) <= 1.5 * MAX_ROW
+
+
+def _loaded(cluster: Cluster) -> float:
+    """Return how many 32-bit values a column takes while everything that differs from row to row is being loaded."""
+    split = len(cluster.parallel)
+    rows = {(n.buffer, n.layout): n for n in full(cluster) if any((n.layout.strides or ())[:split])}
+    return sum(n.dtype.itemsize for n in rows.values()) / 4
+
+
+def fits_kept(cluster: Cluster, values: int) -> bool:
+    """Whether a row fits in registers as it was loaded, beside its column sums; random numbers are drawn as the tile is read first."""
+    if cluster.segments or peel(cluster) or any(isinstance(n, Random) for n in cluster.order):
+        return False
+    sums, columns = column_sums(cluster), power_of_two(product(cluster.reduce))
+    # beside column sums a row that only the last pass reads has to find registers, too
+    each = sums + _loaded(cluster) if sums else kept_values(cluster)
+    return columns * each <= values and columns * _loaded(cluster) <= 1.5 * values
 
 
 # -- tiles -----------------------------------------------------------------------------------------------------------------------------
@@ -152,36 +183,53 @@ def _tile_pointwise_2d(cluster: Cluster, device: Device) -> list[Schedule]:
     return [Schedule("pointwise_2d", (("YBLOCK", 32), ("XBLOCK", 64)), 4)]
 
 
+def _group(found: Peel | None) -> int:
+    return found.group if found else 0
+
+
 def _tile_persistent(cluster: Cluster, device: Device) -> list[Schedule]:
     rows, columns = product(cluster.parallel), row_tile(cluster)
     if column_reduction(cluster):
-        across = min(max(8, min(64, 4096 // columns)), power_of_two(rows))
+        columns = columns if cluster.segments else power_of_two(product(cluster.reduce))
+        across = _columns_a_program(min(max(8, min(64, 4096 // columns)), power_of_two(rows)), rows, device)
         warps = min(16, max(1, across * columns * min(4, max(1, len(full(cluster)))) // 1024))
         return [Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), power_of_two(warps))]
-    found = []
+    found, group = [], _group(peel(cluster))
+    if not _fits(cluster):
+        return [Schedule("reduction_persistent", (("XBLOCK", 1), ("RBLOCK", columns)), 16, keep=True)]
     for across in (1 << n for n in range(7)):
-        if across > 1 and (across * columns > 4096 or across > power_of_two(rows) or rows // across < 2 * device.sms):
+        small = across * columns <= WARP_VALUES  # less would leave lanes of the one warp without a value
+        if across > 1 and (across * columns > 4096 or across > power_of_two(rows) or (rows // across < 2 * device.sms and not small)):
             break
         for warps in (1, 2, 4, 8, 16):
             each = across * columns // (32 * warps)
             if 4 <= each <= 32 or (warps == 1 and each < 4) or (warps == 16 and each > 32):
-                found.append(Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), warps))
+                found.append(Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), warps, peel=group))
     return found
 
 
+def _columns_a_program(most: int, rows: int, device: Device) -> int:
+    """Return how many columns a program of a column reduction takes: fewer, where the device would not be full."""
+    while most > 8 and rows // most < device.sms:
+        most //= 2  # 8 columns are the 32 bytes that memory hands out at once
+    return most
+
+
 def _tile_mixed(cluster: Cluster, device: Device) -> list[Schedule]:
-    columns, rows = power_of_two(product(cluster.reduce)), product(cluster.parallel)
-    across = max(1, min(512 // columns, power_of_two(-(-rows // cluster.programs))))
-    warps = min(16, max(1, across * columns // 256))
+    columns, rows, group = power_of_two(tile_columns(cluster)), product(cluster.parallel), _group(peel(cluster))
+    across = max(1, min(512 // columns, power_of_two(-(-rows // cluster.programs)))) if not group else 1
+    warps = min(8 if group else 16, max(1, across * columns // 256))  # the ends of a row take registers of their own
     if fits_mixed(cluster, device.mixed_values):
         blocks = (("XBLOCK", across), ("RBLOCK", columns))
-        return [Schedule("reduction_mixed", blocks, warps, 2), Schedule("reduction_mixed", blocks, warps, 1)]
-    return [Schedule("reduction_mixed", (("XBLOCK", 1), ("RBLOCK", 4096)), warps, 1)]
+        return [Schedule("reduction_mixed", blocks, warps, stages, group) for stages in (2, 1)]
+    if fits_kept(cluster, device.mixed_values):
+        return [Schedule("reduction_mixed", (("XBLOCK", 1), ("RBLOCK", columns)), 16, keep=True)]
+    return [Schedule("reduction_mixed", (("XBLOCK", 1), ("RBLOCK", WALKED)), warps, 1)]
 
 
 def fits_mixed(cluster: Cluster, values: int) -> bool:
     """Whether a program of a mixed reduction keeps its row in registers, besides the column sums."""
-    return power_of_two(product(cluster.reduce)) * (column_sums(cluster) + cluster.held) <= values
+    return power_of_two(tile_columns(cluster)) * (column_sums(cluster) + cluster.held) <= values
 
 
 def even_rows(cluster: Cluster) -> bool:
@@ -196,6 +244,20 @@ def _even_columns(cluster: Cluster) -> bool:
     """Whether a column reduction reads each row from a multiple of 16 bytes on; otherwise each element takes an address of its own."""
     split = len(cluster.parallel)
     return all(s * n.dtype.itemsize % 16 == 0 for n in full(cluster) for s in (n.layout.strides or ())[split:])
+
+
+def refused_walk(cluster: Cluster, values: int) -> str:
+    """Return why no program of a mixed reduction can walk over these rows, "" if one can: once in registers, or twice in a few tiles."""
+    columns, sums = product(cluster.reduce), column_sums(cluster)
+    if fits_mixed(cluster, values) or fits_kept(cluster, values):
+        return ""
+    if power_of_two(columns) * sums > values:
+        return f"{sums} column sums of rows of {columns} do not fit in the registers of a program"
+    if columns * max(n.dtype.itemsize for n in full(cluster)) > WALKED_BYTES:
+        return f"rows of {columns} leave a program that keeps their column sums no registers to read them with"
+    if not even_rows(cluster):
+        return f"rows of {columns} that begin at odd addresses take too many registers, read once and summed both ways"
+    return ""
 
 
 def column_sums(cluster: Cluster) -> int:
@@ -220,8 +282,9 @@ def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
     sizes = dict.fromkeys(
         (16 if block < whole else warps, max(block, whole)) for warps, block in ((8, 2048), (8, 4096), (16, 4096), (16, 8192))
     )
+    group = _group(peel(cluster))
     return [
-        Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, max(columns, whole)))), warps, stages)
+        Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, max(columns, whole)))), warps, stages, group)
         for warps, block in sizes
         for stages in (1, 2, 3)
         if stages == 1 or stages * block * moved <= STAGED

@@ -96,10 +96,13 @@ def _steps(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list[Cl
     partial = _Partial(wide, pieces, buffers)
     values: dict[Expr, Expr] = {n: partial.whole(n) for n, at in level.items() if at == 1}
     values |= {n: partial.shifted(s, values, length) for n, s in found.items()}
+    # whether a store runs along the row is asked of the cluster: a piece of several axes has no one stride there
+    along = [_along(s, cluster) for s in cluster.stores]
     # what needs no reduction is written where it is read, unless a shorter last piece would write behind its end
-    passed = [s for s in wide.stores if even and _along(s, wide) and not wide.levels[s.value]]
+    passed = [s for s, runs in zip(wide.stores, along, strict=True) if even and runs and not wide.levels[s.value]]
     first = Cluster.build((*wide.parallel, pieces), wide.reduce[1:], (*partial.stores, *passed), cluster.lines)
-    done = [s for s in wide.stores if not _along(s, wide) and all(n in taken for n in postorder([s.value]) if isinstance(n, Reduce))]
+    results = [s for s, runs in zip(wide.stores, along, strict=True) if not runs]
+    done = [s for s in results if all(n in taken for n in postorder([s.value]) if isinstance(n, Reduce))]
     left = tuple(s for s in wide.stores if s not in done and s not in passed)
     if not left:
         return [first, combined(replace(wide, stores=tuple(done)), values, pieces, cluster.lines)]

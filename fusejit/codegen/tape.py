@@ -35,6 +35,7 @@ class Tape:
         self.counter: list[int] = outside.counter if outside else [0]
         self.narrow: set[Expr] = set(outside.narrow) if outside else set()
         self.policies: dict[Expr, str] = {}
+        self.again = False  # whether a kept row was read by a pass before
         self.slots: dict[Expr, str] = {}  # the accumulator of a reduction, while its loop runs
         self.begins: dict[str, str] = {}  # where a tile begins, if not where the template says
         self.quads: set[str] = set()  # statements that every fourth index has already
@@ -89,7 +90,17 @@ class Tape:
         self.narrow.add(node)
         return [f"{name} = {offset}"]
 
+    def keep(self, node: Load, name: str) -> list[str]:
+        """Return the statement that loads what all passes over the row share."""
+        return [f"{name} = {self._access(node)}"]
+
     def _load(self, node: Load) -> str:
+        name = self.writer.kept.get(node)
+        value = self._access(node) if name is None else f"fj.again({name})" if self.again else name
+        value = STORAGE[node.dtype].load.format(value)
+        return f"({value} != 0)" if node.dtype is torch.bool else value
+
+    def _access(self, node: Load) -> str:
         offset = self._place(node.layout, node.index)
         extra = self.text(node.mask) if node.mask is not None else ""
         along, tested = layouts_of(e for e, _ in node.index), layouts_of([node.mask] if node.mask is not None else [])
@@ -98,12 +109,10 @@ class Tape:
             offset += f" + 0 * {self.writer.some_axis(tested)}"  # one element, masked by a tile: Triton wants a tile of pointers
         more = (f", {mask}" if mask else "") + (f", other={node.fill}" if node.mask is not None else "")
         more += f', eviction_policy="{self.policies[node]}"' if node in self.policies else ""
-        value = f"tl.load({self.writer.pointers[node.buffer]} + ({offset}){more})"
-        value = STORAGE[node.dtype].load.format(value)
-        return f"({value} != 0)" if node.dtype is torch.bool else value
+        return f"tl.load({self.writer.pointers[node.buffer]} + ({offset}){more})"
 
     def _place(self, layout: Layout, index: tuple[tuple[Expr, int], ...]) -> str:
-        offset = self.writer.offset(layout)
+        offset = self.writer.address(layout)
         terms = [f"{stride} * {self.text(e, index=True)}" if stride != 1 else self.text(e, index=True) for e, stride in index]
         return " + ".join([offset, *terms])
 
@@ -136,37 +145,60 @@ class Tape:
     # -- reductions
     def _reduce(self, node: Reduce) -> str:
         """Reduce a whole row that is in registers."""
-        masked = self.writer.masked("r")
+        total = self._finish(node, self.guarded(node))
+        found = self.uncentred(node)
+        return self.recentred(self.rest(found), total) if found else total
+
+    def guarded(self, node: Reduce) -> list[str]:
+        """Return the operands of a reduction as tiles, their masked places neutral."""
+        column = self.writer.column
         args = [self._tile(a) for a in node.args]
-        if masked:
-            args = [f"tl.where(rmask, {a}, {i})" for a, i in zip(args, _identities(node), strict=True)]
-        total = self._finish(node, args)
+        if self.writer.masked(column):
+            args = [f"tl.where({column}mask, {a}, {i})" for a, i in zip(args, _identities(node), strict=True)]
+        return args
+
+    def uncentred(self, node: Reduce) -> Shifted | None:
+        """Return what a sum of squares about a rounded mean is about; of a piece of a row its reader gets what is left of x - mean too."""
         found = shifted(node)
         if found is None or found.kind == "exp" or reduction("sum", found.deviation, dtype=node.dtype) in self.writer.levels:
-            return total  # of a piece of a row: its reader gets what is left of x - mean too
-        return self._recentred(found, total)
+            return None
+        return found
 
-    def _recentred(self, found: Shifted, squares: str) -> str:
-        """Correct squares about a mean for the rounding of that mean: what is left of x - mean adds up to `count` times its error."""
-        rest = self._tile(found.deviation)
-        rest = f"tl.where(rmask, {rest}, 0.0)" if self.writer.masked("r") else rest
-        count = product(self.writer.cluster.reduce)
-        return f"fj.shifted_squares(fj.sum({rest}, 1)[:, None], {squares}, {float(count)})"
+    def rest(self, found: Shifted) -> str:
+        """Return what is left of x - mean along the tile: it adds up to `count` times the error of the mean."""
+        rest, column = self._tile(found.deviation), self.writer.column
+        rest = f"tl.where({column}mask, {rest}, 0.0)" if self.writer.masked(column) else rest
+        return self.row(f"fj.sum({rest}, 1)", "sum")
+
+    def recentred(self, rest: str, squares: str) -> str:
+        return f"fj.shifted_squares({rest}, {squares}, {float(product(self.writer.cluster.reduce))})"
 
     def _finish(self, node: Reduce, args: list[str]) -> str:
-        value = f"fj.{node.op}({', '.join(args)}, 1)[:, None]"
+        value = self.row(f"fj.{node.op}({', '.join(args)}, 1)", node.op)
         return f"{value}.to(tl.int64)" if len(args) == 2 else value
+
+    def row(self, reduced: str, op: str) -> str:
+        """Return a reduction of each row of the tile as one value a row.
+
+        Of the one row of a peeled tile it is a scalar: as a tile it would lend the middle's layout to the ends, 8 elements a thread.
+        """
+        scalar = self.writer.peel and self.writer.tiles["XBLOCK"] == 1
+        return f"{reduced}[:, None]" if not scalar else f"fj.{op.replace('arg', 'a')}({reduced}, 0)"
 
     def _tile(self, node: Expr) -> str:
         """Return a value as a whole tile, even if it is the same for all columns."""
         if self.writer.full[node] and (self.writer.rows[node] or self.writer.tiles["XBLOCK"] == 1):
             return self.text(node)
-        return f"tl.broadcast_to({self.text(node)}, [XBLOCK, RBLOCK])"
+        return f"tl.broadcast_to({self.text(node)}, [XBLOCK, {self.writer.width}])"
 
-    def accumulate(self, node: Reduce, outside: Tape) -> tuple[list[str], list[str], list[str]]:
-        """Return the statements before, inside and after the loop that reduces a row."""
+    def accumulate(self, node: Reduce, outside: Tape, ends: Tape | None = None) -> tuple[list[str], list[str], list[str]]:
+        """Return the statements before, inside and after the loop that reduces a row; `ends` has what of the row no loop runs over."""
+        if self.writer.tiles.keep:  # the tile is the whole row
+            value = self._reduce(node)
+            name = outside.names[node] = self.names[node] = self.fresh()
+            return [], [f"{name} = {value}"], []
         if node in self.writer.online:
-            return self.accumulate_shifted(self.writer.online[node], outside)
+            return self.accumulate_shifted(self.writer.online[node], outside, ends)
         names = [self.fresh() for _ in node.args]
         types = [STORAGE[a.dtype].compute for a in node.args]
         start = [f"{n} = tl.full([XBLOCK, RBLOCK], {i}, {t})" for n, i, t in zip(names, _identities(node), types, strict=True)]
@@ -177,11 +209,27 @@ class Tape:
         else:
             new = [f"new{n}" for n in names]
             body = [f"{', '.join(new)} = {together}", *(f"{n} = tl.where(rmask, {m}, {n})" for n, m in zip(names, new, strict=True))]
+        whole = self._finish(node, names)
+        more, whole = ends.together(node, whole, names, outside) if ends else ([], whole)
         name = outside.names[node] = self.names[node] = self.fresh()
         self.slots[node] = names[0]
-        return start, body, [f"{name} = {self._finish(node, names)}"]
+        return start, body, [*more, f"{name} = {whole}"]
 
-    def accumulate_shifted(self, found: Shifted, outside: Tape) -> tuple[list[str], list[str], list[str]]:
+    def together(self, node: Reduce, whole: str, tiles: list[str], outside: Tape) -> tuple[list[str], str]:
+        """Return the statements of the ends of a row, and its reduction: `whole`, of the middle's `tiles`, and that of the ends."""
+        self.names.update((n, name) for n, name in outside.names.items() if not self.writer.full[n])
+        lines = [line for n in self.writer.inside(list(node.args)) for line in self.statement(n)]
+        return lines, self.of_both(node, whole, tiles, self._finish(node, self.guarded(node)), self.guarded(node))
+
+    def of_both(self, node: Reduce, whole: str, tiles: list[str], other: str, others: list[str]) -> str:
+        """Return the text of a reduction from those of two parts; an arg-reduction compares the values, the first of the tiles."""
+        if len(node.args) == 1:
+            return f"fj.{node.op}_combine({whole}, {other})"
+        value = node.op.replace("arg", "a")
+        best, second = (self.row(f"fj.{value}({tile}, 1)", value) for tile in (tiles[0], others[0]))
+        return f"fj.{node.op}_combine({best}, {whole}, {second}, {other})[1]"
+
+    def accumulate_shifted(self, found: Shifted, outside: Tape, ends: Tape | None) -> tuple[list[str], list[str], list[str]]:
         """As `accumulate`, for a sum whose shift is not known yet: each place of the tile keeps its own and is corrected at the end."""
         value, masked = self._tile(found.value), self.writer.masked("r")
         names = [self.fresh() for _ in range(1 if found.kind == "exp" else 2)]
@@ -189,20 +237,32 @@ class Tape:
         if found.kind == "exp":
             maxima = self.slots[found.bases[0]]
             news = [f"fj.online_exp({maxima}, {names[0]}, {value})"]
-            end = "fj.sum(fj.online_exp_sum({0}, {1}, {2}), 1)[:, None]"
+            end = self.row("fj.sum(fj.online_exp_sum({0}, {1}, {2}), 1)", "sum")
         else:
             near, lines = self.mean_of_first_tile(found, outside)
             start += lines
             news = [f"{names[0]} + ({value} - {near})", f"{names[1]} + ({value} - {near}) * ({value} - {near})"]
-            count = product(self.writer.cluster.reduce)
-            end = f"fj.shifted_squares(fj.sum({{0}}, 1)[:, None], fj.sum({{1}}, 1)[:, None], {float(count)})"
+            sums = [self.row(f"fj.sum({{{i}}}, 1)", "sum") for i in range(2)]
+            more, parts = ends.about(near, found) if ends else ([], [])
+            sums = [f"{one} + {part}" for one, part in zip(sums, parts, strict=True)] if ends else sums
+            end = f"fj.shifted_squares({', '.join(sums)}, {float(product(self.writer.cluster.reduce))})"
         guard = "{0} = tl.where(rmask, {1}, {0})" if masked else "{0} = {1}"
         body = [guard.format(name, new) for name, new in zip(names, news, strict=True)]
         shift = postorder([found.shift], lambda n: () if isinstance(n, Reduce) else children(n))
         finish = [line for n in shift for line in outside.statement(n)]
         result = outside.names[found.node] = self.names[found.node] = self.fresh()
         kept = [maxima, *names] if found.kind == "exp" else names
-        return start, body, [*finish, f"{result} = {end.format(*kept, outside.text(found.shift))}"]
+        whole = end.format(*kept, outside.text(found.shift))
+        if ends and found.kind == "exp":
+            more, whole = ends.together(found.node, whole, names, outside)
+        return start, body, [*finish, *(more if ends else []), f"{result} = {whole}"]
+
+    def about(self, near: str, found: Shifted) -> tuple[list[str], list[str]]:
+        """Return the statements of the ends of a row, and the sums of what is left of their values without `near`, and of its squares."""
+        lines = [line for n in self.writer.inside([found.value]) for line in self.statement(n)]
+        left, name = f"tl.where(emask, {self._tile(found.value)} - {near}, 0.0)", self.fresh()
+        sums = [self.row(f"fj.sum({text}, 1)", "sum") for text in (name, f"{name} * {name}")]
+        return [*lines, f"{name} = {left}"], sums
 
     def mean_of_first_tile(self, found: Shifted, outside: Tape) -> tuple[str, list[str]]:
         """Return the name of a number near the row's mean, and its statements: squares about it lose nothing to cancellation."""
@@ -213,26 +273,27 @@ class Tape:
         value = f"tl.where(rmask, {value}, 0.0)" if self.writer.masked("r") else value
         many, each = self.writer.cluster.segment
         tile = self.writer.tiles["RBLOCK"]
-        count = min(many, tile // power_of_two(each)) * each if self.writer.cluster.segments else min(many * each, tile)
-        return name, [*self.writer.tile(0), *lines, f"{name} = fj.sum({value}, 1)[:, None] / {float(count)}"]
+        whole = min(many, tile // power_of_two(each)) * each if self.writer.cluster.segments else min(many * each, tile)
+        count = f"tl.minimum({self.writer.middle}, RBLOCK)" if self.writer.peel else str(float(whole))
+        return name, [*self.writer.tile(0), *lines, f"{name} = {self.row(f'fj.sum({value}, 1)', 'sum')} / {count}"]
 
     def column(self, store: Store, name: str) -> list[str]:
         """Return the statements that add a row to a column sum; "@" stands for the number of the tile."""
         value = self._tile(store.value)
         together = f"fj.{store.mode}_combine({name}_@, {value})"
         if not self.writer.masked("x"):
-            return [f"{name}_@ = {together}"]
+            return [f"{name}_@ = {together}"]  # what is masked along the row is not written in the end
         return [f"new{name} = {together}", f"{name}_@ = tl.where(xmask, new{name}, {name}_@)"]
 
-    def partial(self, store: Store, name: str) -> tuple[str, str]:
-        """Return the statement that begins a column sum, and the one that writes what this program's rows came to."""
+    def partial(self, store: Store, name: str) -> tuple[list[str], list[str]]:
+        """Return the statements that begin a column sum, and those that write what this program's rows came to."""
         row, dtype, writer = OPS[store.mode], store.value.dtype, self.writer
         assert row.identity is not None
-        start = f"{name}_@ = tl.full([XBLOCK, RBLOCK], {_number(row.identity(dtype))}, {STORAGE[dtype].compute})"
+        start = f"{name}_@ = tl.full([XBLOCK, {writer.width}], {_number(row.identity(dtype))}, {STORAGE[dtype].compute})"
         total = f"fj.{store.mode}({name}_@, 0)[None, :]" if writer.tiles["XBLOCK"] > 1 else f"{name}_@"
         place = f"program * {product(writer.cluster.reduce)} + {writer.offset(store.layout)}"
-        mask = ", rmask" if writer.masked("r") else ""
-        return start, f"tl.store({writer.pointers[store.buffer]} + ({place}), {STORAGE[store.dtype].store.format(total)}{mask})"
+        mask = f", {writer.column}mask" if writer.masked(writer.column) else ""
+        return [start], [f"tl.store({writer.pointers[store.buffer]} + ({place}), {STORAGE[store.dtype].store.format(total)}{mask})"]
 
     def segment(self, store: Store) -> list[str]:
         """Return the statements that reduce each segment of the rows and write what it comes to."""
@@ -258,7 +319,7 @@ class Tape:
         strides = store.layout.strides or ()
         columns = any(strides[writer.split :])
         for variable, axes in writer.groups.items():  # a group of one element still gives the pointers their tile shape
-            if not any(strides[a] for a in axes) and (variable != "r"):
+            if not any(strides[a] for a in axes) and variable != writer.column:
                 offset += f" + {variable}"
         target = writer.buffers[store.buffer].written_to or store.buffer
         value = STORAGE[store.dtype].store.format(self.text(store.value))

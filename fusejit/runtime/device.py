@@ -89,6 +89,13 @@ def check_probability(p, mask):
     tl.device_assert((p >= 0) & (p <= 1), "a probability outside [0, 1]", mask)
 
 
+@twin
+def again(x):
+    """The same value, of which the compiler does not know that: what is made of it is made anew instead of being kept."""
+    pack: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=pack)
+
+
 # -- reductions over one axis of a tile, and their elementwise accumulation ---------------------------------------------------------------
 @jit
 def sum_combine(a, b):

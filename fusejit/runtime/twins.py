@@ -161,6 +161,7 @@ _POINTWISE: dict[str, Callable[..., torch.Tensor]] = {
 
 TWINS: dict[str, Callable[..., Any]] = {
     **{name: _elementwise(function) for name, function in _POINTWISE.items()},
+    "again": lambda x: x,
     "fma": fma,
     "to_int": to_int,
     "to_bf16": to_bf16,

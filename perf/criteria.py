@@ -1,0 +1,219 @@
+"""What the kernels of a case have to meet, read off their text, their PTX and their launch: no device is needed.
+
+In: a case's kernels. Out: `violations`, one line for each thing that is not met.
+
+    >>> violations(kernels, sms=132)
+    ['flat_mul_0f3a: in0 is read 2.0 times, 1 pass']
+
+Each access of the PTX is traced back to the kernel's parameter, through every instruction that computes its address. So it shows which
+input a load belongs to, how many bytes a thread loads of it, and how many at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from cases import Case
+
+from fusejit.codegen.cluster import Cluster, Load, Store
+from fusejit.codegen.cost import MEMORY_WAIT, machine
+from fusejit.codegen.kernel import Kernel
+from fusejit.codegen.peel import is_flat, peel
+from fusejit.codegen.schedule import fast_axis
+from fusejit.codegen.size import product
+
+WIDE = 16
+LONGEST = 32768  # columns that one pass has to be enough for
+KEPT_BYTES = 131072  # of a row's operands, half the registers of a multiprocessor: beyond it a second pass reads them out of L2
+FULL = 0.95  # of the multiprocessors: programs come in powers of two, 128 are as near to 132 as they get
+SLACK = 0.3  # of a read: the ends of a peeled row, an element a thread
+_WIDTH = re.compile(r"\.(?:v(\d))?\.?[bsuf](\d+)$")
+
+
+@dataclass(slots=True)
+class Access:
+    """What one thread loads, or stores, through one parameter: {bytes of an instruction: instructions}."""
+
+    by_width: dict[int, int] = field(default_factory=dict)
+
+    def add(self, width: int) -> None:
+        self.by_width[width] = self.by_width.get(width, 0) + 1
+
+    @property
+    def bytes(self) -> int:
+        return sum(width * count for width, count in self.by_width.items())
+
+    @property
+    def wide(self) -> float:
+        """The share of the bytes that move 16 at a time."""
+        return WIDE * self.by_width.get(WIDE, 0) / self.bytes if self.bytes else 0.0
+
+
+@cache
+def accesses(ptx: str) -> tuple[dict[int, Access], dict[int, Access]]:
+    """Return loads and stores of global memory by the position of the kernel's parameter."""
+    of: dict[str, int] = {}  # register -> parameter
+    loads: dict[int, Access] = {}
+    stores: dict[int, Access] = {}
+    for line in re.sub(r"/\*.*?\*/|//[^\n]*", "", ptx).split(";"):
+        found = re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)\s+(.*)", line.strip().split("\n")[-1].strip(), re.DOTALL)
+        if not found:
+            continue
+        op, rest = found.groups()
+        if op.startswith("ld.param"):
+            target, number = re.match(r"(%\w+), \[\w+_param_(\d+)\]", rest).groups()  # type: ignore[union-attr]
+            of[target] = int(number)
+        elif op.startswith(("ld.global", "st.global")):
+            address = re.search(r"\[\s*(%\w+)", rest)
+            if address and address[1] in of:
+                (loads if op.startswith("ld") else stores).setdefault(of[address[1]], Access()).add(_width(op))
+        elif op.startswith("cp.async") and ".shared.global" in op:
+            source, size = re.search(r",\s*\[\s*(%\w+)[^\]]*\],\s*(0x[0-9a-f]+|\d+)", rest).groups()  # type: ignore[union-attr]
+            if source in of:
+                loads.setdefault(of[source], Access()).add(int(size, 0))
+        else:
+            registers = re.findall(r"%\w+", rest)
+            known = [of[r] for r in registers[1:] if r in of]
+            if registers and known:
+                of[registers[0]] = known[0]
+    return loads, stores
+
+
+def _width(op: str) -> int:
+    vector, bits = _WIDTH.search(op).groups()  # type: ignore[union-attr]
+    return int(vector or 1) * int(bits) // 8
+
+
+# -- one case --------------------------------------------------------------------------------------------------------------------------
+# The least that a case moves times this. The first row that applies; a row says why more is allowed.
+LIMITS: tuple[tuple[str, Callable[[Case], bool], float], ...] = (
+    ("a group is read again, by the kernel that normalises it", lambda c: c.name == "group_norm", 1.65),
+    ("few long rows are reduced in pieces, then read again", lambda c: c.shape[0] < 132 and c.length > LONGEST, 1.55),
+    ("column sums of rows this long leave no registers: two kernels read the row", lambda c: _norm(c) and c.length > LONGEST // 2, 1.42),
+    ("each program writes its part of the column sums", lambda c: _norm(c), 1.20),
+    ("", lambda c: True, 1.05),
+)
+
+
+def _norm(case: Case) -> bool:
+    return "_norm" in case.name and case.name != "l2_norm" and case.pass_ != "forward"
+
+
+def of_case(case: Case, kernels: Sequence[Kernel], least: int) -> list[str]:
+    """Return what the kernels of a case do not meet; `least`: the bytes that have to move."""
+    reason, _, limit = next(row for row in LIMITS if row[1](case))
+    moved = sum(k.bytes_read + k.bytes_written for k in kernels) / least
+    found = violations(kernels)
+    if moved > limit:
+        found.append(f"moves {moved:.2f} times the least, {limit:.2f} allowed{': ' * bool(reason)}{reason}")
+    return found
+
+
+# -- one kernel ------------------------------------------------------------------------------------------------------------------------
+def violations(kernels: Sequence[Kernel], sms: int = 132) -> list[str]:
+    """Return what a program's kernels do not meet."""
+    return [f"{k.name}: {text}" for k in {k.name: k for k in kernels}.values() for text in (*_resources(k, sms), *_traffic(k))]
+
+
+def _resources(k: Kernel, sms: int) -> Iterator[str]:
+    if k.n_spills:
+        yield f"{k.n_spills} bytes spilled"
+    programs = product(k.grid)
+    each = (k.bytes_read + k.bytes_written) / programs
+    device = machine()
+    if programs < FULL * sms and each > device.in_flight * device.launch_us / MEMORY_WAIT:  # less is not worth a launch more
+        yield f"{programs} programs of {each / 1e3:.0f} KB each, {sms} multiprocessors"
+
+
+def _traffic(k: Kernel) -> Iterator[str]:
+    if not isinstance(k.cluster, Cluster):
+        return
+    loads, stores = accesses(k.ptx)
+    for number, name in enumerate(k.arguments):
+        reads = [n for n in k.cluster.reads.get(name, ()) if _whole(n, k.cluster)]
+        if reads and number not in loads:
+            yield f"argument {number} ({name}): no load of it in the PTX"
+        elif reads:
+            times, allowed = _times(k, reads, loads[number]), passes(k)
+            if times > allowed * len({n.layout for n in reads}) + SLACK:
+                yield f"argument {number} ({name}) is read {times:.1f} times, {allowed} pass{'es' * (allowed > 1)}"
+            if all(_can_be_wide(n, k) for n in reads) and loads[number].wide < 0.5:
+                yield f"argument {number} ({name}) is loaded {_spelled(loads[number])} at a time"
+        written = k.cluster.writes.get(name)
+        whole = written is not None and _whole(written, k.cluster) and not written.mode and number in stores
+        if whole and _can_be_wide(written, k) and stores[number].wide < 0.5:
+            yield f"argument {number} ({name}) is stored {_spelled(stores[number])} at a time"
+
+
+def _spelled(access: Access) -> str:
+    return " and ".join(f"{width} bytes" for width in sorted(access.by_width))
+
+
+def _whole(access: Load | Store, cluster: Cluster) -> bool:
+    """Whether an operand has an element for each of the space's (or a row of it for each), and is no computed place."""
+    strides = access.layout.strides
+    return strides is not None and not access.index and all(s != 0 for s, n in zip(strides, cluster.axes, strict=True) if n > 1)
+
+
+def _times(k: Kernel, reads: Sequence[Load], access: Access) -> float:
+    """How often a thread loads its part of the tile: a loop's loads count once, whatever is under way for later iterations not at all."""
+    tile = product(dict(k.constants).values())
+    if k.cluster.programs and not k.schedule.keep:
+        tile *= -(-product(k.cluster.reduce) // dict(k.constants)["RBLOCK"]) if not k.schedule.peel else 1
+    threads = 32 * k.num_warps
+    part = max(tile / threads, WIDE / reads[0].dtype.itemsize) * reads[0].dtype.itemsize  # a small tile stands in several threads
+    ahead = k.num_stages + 1 if re.search(r"cp\.async\S*\.shared\.global", k.ptx) else 1  # a loop's prologue has copies of its loads
+    return access.bytes / part / ahead
+
+
+def passes(k: Kernel) -> int:
+    """How often a kernel may go over its rows: once, if they fit."""
+    cluster = k.cluster
+    if not cluster.reduce or k.template == "reduction_persistent":
+        return 1
+    columns = product(cluster.reduce)
+    whole = [n for loads in cluster.reads.values() for n in loads if _whole(n, cluster)]
+    row = columns * sum(n.dtype.itemsize for n in {(n.buffer, n.layout): n for n in whole}.values())
+    sums = 4 * columns * sum(bool(s.mode) for s in cluster.stores)
+    levels = max(cluster.levels.values())
+    upright = any(fast_axis(n.layout.strides, cluster.axes) in range(len(cluster.parallel)) for n in whole)
+    if k.template == "reduction_looped" and (columns > LONGEST or upright):
+        near = "fj.shifted_squares" in k.source  # a variance begins near the mean of its first tile
+        return k.source.count("for start in") + near
+    return levels + 1 if row + sums > KEPT_BYTES else 1
+
+
+def _can_be_wide(access: Load | Store, k: Kernel) -> bool:
+    """Whether an operand's strides let 16 bytes of it be moved at once: its rows begin at multiples of 16 bytes, or are peeled."""
+    cluster, layout = k.cluster, access.layout
+    strides, split = layout.strides or (), len(cluster.parallel)
+    each = WIDE // access.dtype.itemsize
+    tile = product(dict(k.constants).values()) // (32 * k.num_warps)
+    if access.dtype.itemsize * tile < WIDE or getattr(access, "mask", None) is not None or k.template == "pointwise_2d":
+        return False
+    fast = fast_axis(strides, cluster.axes)
+    if fast is None:
+        return False
+    if k.schedule.peel:
+        return bool(peel(cluster) and peel(cluster).follows(layout, split))  # type: ignore[union-attr]
+    group = range(split) if fast < split else range(split, len(strides))
+    if fast != max(group):
+        return False
+    if is_flat([strides[a] for a in group], [cluster.axes[a] for a in group]):
+        outer = [s for a, s in enumerate(strides) if a not in group]
+    else:
+        outer = [s for a, s in enumerate(strides) if a != fast] + [cluster.axes[fast]]
+    block = "XBLOCK" if fast < split else "RBLOCK"
+    return all(s % each == 0 for s in (*outer, layout.offset)) and dict(k.constants)[block] >= each and not _partial_masks(k, fast, each)
+
+
+def _partial_masks(k: Kernel, fast: int, each: int) -> bool:
+    """Whether the end of the tiles along the fast axis cuts a group: Triton then masks element by element."""
+    group = range(len(k.cluster.parallel)) if fast < len(k.cluster.parallel) else range(len(k.cluster.parallel), len(k.cluster.axes))
+    return product(k.cluster.axes[a] for a in group) % each != 0
+
+
+__all__ = ["Access", "LIMITS", "accesses", "of_case", "passes", "violations"]

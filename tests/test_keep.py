@@ -1,0 +1,79 @@
+"""Rows that are kept as they were loaded: read once, widened again by each pass, right numbers through the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_templates import BF16, F16, F32, compare, for_h100, layer_norm, meta, norm_backward, rms_backward, rms_norm, row_and_column
+
+from fusejit.codegen import schedule
+from fusejit.codegen.keep import kept, kept_values
+
+
+@pytest.fixture
+def short_rows(monkeypatch):
+    """A program keeps 256 values: rows of 256 columns stand for those of 32,768."""
+    monkeypatch.setattr(schedule, "MAX_ROW", 256)
+
+
+FUNCTIONS = {
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+}
+
+
+@pytest.mark.parametrize("columns", [256, 250])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_kept_rows(short_rows, name, dtype, columns):
+    x = torch.randn(5, columns).to(dtype).requires_grad_()
+    jitted = compare(FUNCTIONS[name], (x,), [torch.randn(5, columns).to(dtype)])
+    sources = [k.source for k in jitted.explain(x).backward.kernels]
+    assert any("fj.again(row0)" in source for source in sources) and not any("for start in" in source for source in sources)
+
+
+@pytest.mark.parametrize("f", [layer_norm, rms_norm], ids=["layer_norm", "rms_norm"])
+def test_the_columns_of_kept_rows(f, monkeypatch):
+    """Rows and column sums of one read: what is too wide in float32 is kept in 16 bits."""
+    monkeypatch.setattr("fusejit.codegen.mix._programs", lambda mixed, device: 8)
+    monkeypatch.setattr(schedule, "fits_mixed", lambda cluster, values: False)
+    weights = [torch.randn(200).to(BF16).requires_grad_() for _ in range(2 if f is layer_norm else 1)]
+    args = [torch.randn(40, 200).to(BF16).requires_grad_(), *weights]
+    jitted = compare(f, args, [torch.randn(40, 200).to(BF16)])
+    assert "fj.again(row0)" in jitted.explain(*args).backward.kernels[0].source
+
+
+def test_float32_rows_are_kept_too(monkeypatch):
+    monkeypatch.setattr("fusejit.codegen.mix._programs", lambda mixed, device: 8)
+    monkeypatch.setattr(schedule, "fits_mixed", lambda cluster, values: False)
+    compare(lambda x, y: (row_and_column(x, y), (x * y / (x * y).sum(-1, keepdim=True)))[1], (torch.rand(40, 200), torch.rand(40, 200)))
+
+
+def test_what_is_kept():
+    """Rows, not the weight; not what only the last pass reads."""
+    x, w, row = meta(64, 4096), meta(4096), meta(64, 1, dtype=F32)
+    (mixed, *_) = for_h100(rms_backward, meta(8192, 4096), meta(8192, 4096), w, meta(8192, 1, dtype=F32))
+    assert len(kept(mixed.cluster)) == 2 and kept_values(mixed.cluster) == 1.0
+    (k,) = for_h100(FUNCTIONS["softmax"], x)
+    assert len(kept(k.cluster)) == 1 and row.numel() == 64
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_two_rows_of_32k_are_read_once(name):
+    """dy and y of a softmax backward, 128 KB a row: one pass, no spills."""
+    aten = {"softmax": torch.ops.aten._softmax_backward_data, "log_softmax": torch.ops.aten._log_softmax_backward_data}[name]
+    (k,) = for_h100(lambda dy, y: aten(dy, y, -1, BF16), meta(2048, 32_768), meta(2048, 32_768))
+    assert k.schedule.keep and k.n_spills == 0
+    assert k.ptx.count("ld.global.v4") == k.wide_loads == 2 * 32_768 // (8 * 32 * k.num_warps)
+
+
+@pytest.mark.parametrize("rows, columns", [(16384, 16384), (2048, 32_768)])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norm_backward_of_long_rows_spills_nothing(norm, rows, columns):
+    """Up to 16,384 columns rows and columns of one launch; beyond it the column sums leave no registers, and two launches read the rows."""
+    x, w, row = meta(rows, columns), meta(columns), meta(rows, 1, dtype=F32)
+    kernels = for_h100(norm_backward, x, x, w, row, row, w) if norm == "layer_norm" else for_h100(rms_backward, x, x, w, row)
+    assert all(k.n_spills == 0 for k in kernels)
+    assert ("reduction_mixed" in [k.template for k in kernels]) == (columns <= 16384)

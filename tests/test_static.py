@@ -1,0 +1,110 @@
+"""What needs no GPU to be shown of the kernel benchmarks: every rule of perf/criteria.py, on a part of the cases here, on all with --slow.
+
+The rules: 0 spills, one read of each input a pass and one pass up to 32K columns, 16 bytes at a time where the strides allow, bytes within
+the stated limit, launches that fill 132 multiprocessors. Launches are compared with torch.compile's by `perf/static.py --peer`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_templates import for_h100, meta
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "perf"))
+
+import criteria
+import static
+from cases import CASES, FAMILIES, VOCABULARY
+
+TELLING = (1023, 4096, 32768, 128)  # odd, the middle, the longest row of one pass; a head's width
+
+
+def _part():
+    """Every family forward and backward at an odd, a middle and the longest length, one of the three in float32; what the targets name."""
+    named = [c for c in CASES if c.tier == 0 and (c.shape in VOCABULARY or c.shape == (16384, 16384))]
+    found = []
+    for number, family in enumerate(FAMILIES):
+        lengths = [n for n in TELLING if n in family.lengths] + [n for n in (4097,) if 1023 not in family.lengths and n in family.lengths]
+        for place, length in enumerate(lengths):
+            dtype = torch.float32 if place == number % 3 else torch.bfloat16
+            found.append(
+                next(c for c in CASES if c.family is family and c.length == length and c.dtype is dtype and c.pass_ == family.passes[-1])
+            )
+    return named + found
+
+
+def check(case):
+    figures = static.ours(case, "sm_90")
+    assert figures.violations == () and figures.spills == 0
+
+
+@pytest.mark.parametrize("case", _part(), ids=lambda case: case.id)
+def test_rules(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_rules_of_every_case(case):
+    check(case)
+
+
+# -- that a rule can be broken ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def softmax():
+    (kernel,) = for_h100(lambda x: x.softmax(-1), meta(16384, 4096))
+    return kernel
+
+
+def changed(kernel, **fields):
+    return replace(kernel, compiled=replace(kernel.compiled, **fields))
+
+
+def test_the_kernel_as_it_is_breaks_no_rule(softmax):
+    loads, stores = criteria.accesses(softmax.ptx)
+    assert criteria.violations([softmax]) == []
+    assert loads[0].by_width == {16: 4} and stores[1].by_width == {16: 4}  # 32 elements a thread, 8 an instruction
+
+
+def test_a_second_read_is_seen(softmax):
+    line = next(line for line in softmax.ptx.splitlines() if "ld.global.v4" in line)
+    twice = changed(softmax, ptx=softmax.ptx.replace(line, "\n".join([line] * 5), 1))
+    assert "read 2.0 times, 1 pass" in criteria.violations([twice])[0]
+
+
+def test_narrow_accesses_are_seen(softmax):
+    narrow = changed(softmax, ptx=softmax.ptx.replace("global.v4.b32", "global.b16"))
+    assert [text.split(" is ")[1] for text in criteria.violations([narrow])] == ["loaded 2 bytes at a time", "stored 2 bytes at a time"]
+
+
+def test_spills_and_idle_multiprocessors_are_seen(softmax):
+    assert "64 bytes spilled" in criteria.violations([changed(softmax, n_spills=64)])[0]
+    assert "programs of" in criteria.violations([replace(softmax, grid=(64, 1, 1))])[0]
+
+
+def test_bytes_beyond_the_limit_are_seen(softmax):
+    case = next(c for c in CASES if c.id == "softmax-forward-bfloat16-16384x4096")
+    least = static.minimum(case)
+    assert criteria.of_case(case, [softmax], least) == []
+    assert "moves 2.00 times the least" in criteria.of_case(case, [softmax], least // 2)[0]
+
+
+def test_an_argument_that_is_not_loaded_is_seen(softmax):
+    none = changed(softmax, ptx="\n".join(line for line in softmax.ptx.splitlines() if "ld.global" not in line))
+    assert "no load of it" in criteria.violations([none])[0]
+
+
+def test_a_loop_may_read_its_rows_once_a_pass():
+    (kernel,) = for_h100(lambda x: x.softmax(-1), meta(512, 131_072))
+    assert criteria.passes(kernel) == 2 and criteria.violations([kernel]) == []
+
+
+def test_a_row_with_a_fallback_is_a_failure():
+    row = static.Row(CASES[0], 1, failed="CompileError: no")
+    assert row.violations == ["failed: CompileError: no"]
+    figures = static.Figures(2, 0, 1, 0, 1, 0.0, 0.0)
+    assert static.Row(CASES[0], 1, figures, replace(figures, launches=1)).violations == ["2 launches, torch.compile 1"]
