@@ -1,7 +1,7 @@
 """Random programs: nests of if, elif, while, for, return, break, continue over tensors and Python values, rewritten against plain Python.
 
-The same program runs as Python, jitted in mode "ast" and, where it has no `while` on a tensor, row by row under `torch.vmap`; results and
-gradients are equal, or a change in place is refused by name and runs eagerly. 30 programs in CI, 2,000 with `--slow`.
+The same program runs as Python, jitted in mode "ast", and row by row under `torch.vmap`; results and gradients are equal, or a change in
+place is refused by name and runs eagerly. 30 programs in CI, 2,000 with `--slow`; fewer are captured under `torch.vmap`, with gradients.
 """
 
 from __future__ import annotations
@@ -142,10 +142,31 @@ def check(text: str) -> None:
             if "an in-place change" not in str(error) or "c += " not in text:
                 raise
             torch.testing.assert_close(run(fusejit.jit(program, backend="eager"), *rows[0], *rest), wanted[0])
-        if "while" not in text:
-            twin = rewritten(program)
-            got = torch.vmap(lambda x, y, twin=twin, rest=rest: as_tensors(twin(x, y, *rest)))(rows[:, 0], rows[:, 1])
-            torch.testing.assert_close(got, tuple(torch.stack([want[place] for want in wanted]) for place in (0, 1)))
+        twin = rewritten(program)
+        got = torch.vmap(lambda x, y, twin=twin, rest=rest: as_tensors(twin(x, y, *rest)))(rows[:, 0], rows[:, 1])
+        torch.testing.assert_close(got, tuple(torch.stack([want[place] for want in wanted]) for place in (0, 1)))
+
+
+def check_mapped(text: str) -> None:
+    """The program captured under torch.vmap, against Python row by row."""
+    program = load(text)
+    torch.manual_seed(1)
+    rows = torch.randn(5, 2, 3, dtype=torch.float64)
+    wanted = [run(program, *row, 1, True) for row in rows]
+    x, y = rows[:, 0].clone().requires_grad_(), rows[:, 1].clone().requires_grad_()
+    mapped = fusejit.jit(lambda x, y: torch.vmap(lambda x, y: as_tensors(program(x, y, 1, True)))(x, y), backend="eager", fullgraph=True)
+    try:
+        found = mapped(x, y)
+    except fusejit.CaptureError as error:  # as in `check`
+        if "in place" not in str(error).replace("in-place", "in place") or "c += " not in text:
+            raise
+        return
+    grads = (x.detach() * 0, y.detach() * 0)
+    if found[0].requires_grad:
+        loss = (found[0] * torch.arange(1.0, 4.0)).sum()
+        grads = torch.autograd.grad(loss, (x, y), allow_unused=True, materialize_grads=True)
+    stacked = tuple(torch.stack([want[place] for want in wanted]) for place in range(4))
+    torch.testing.assert_close((*(value.detach() for value in found), *grads), stacked)
 
 
 def as_tensors(results: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,6 +181,19 @@ PROFILE = {"phases": (Phase.generate,), "deadline": None, "derandomize": True, "
 @given(programs())
 def test_programs(text: str) -> None:
     check(text)
+
+
+@settings(max_examples=10, **PROFILE)
+@given(programs())
+def test_mapped_programs(text: str) -> None:
+    check_mapped(text)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **PROFILE)
+@given(programs())
+def test_five_hundred_mapped_programs(text: str) -> None:
+    check_mapped(text)
 
 
 @pytest.mark.slow
