@@ -70,9 +70,8 @@ class JitModule(torch.nn.Module):
         return getattr(self.__dict__["__wrapped__"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            not self._fusejit_ready or name in self.__dict__ or name == "__class__"
-        ):  # torch's fully_shard gives modules a class of their own
+        own = not self._fusejit_ready or name in self.__dict__
+        if own or name == "__class__":  # torch's fully_shard gives modules a class of their own
             object.__setattr__(self, name, value)
         else:
             setattr(self.__wrapped__, name, value)
@@ -92,7 +91,12 @@ class JitModule(torch.nn.Module):
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        for name, value in state.items():  # into the tables that are there: calls look at these
+            table = self.__dict__.get(name)
+            if isinstance(table, dict):
+                table.update(value)
+            else:
+                self.__dict__[name] = value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__reduce__()

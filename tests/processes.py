@@ -73,8 +73,13 @@ def check_jit(f) -> None:
         assert f(torch.ones(size)).tolist() == [2.0] * size
     x = torch.ones(5, requires_grad=True)
     fresh = fusejit.jit(lambda x: (x * x).sum(), backend=BACKEND)
-    fresh(x).backward()
-    assert x.grad.tolist() == [2.0] * 5
+    try:
+        (x * x).sum().backward()
+    except RuntimeError as error:  # a CUDA build of torch refuses all gradients in the child of a process that had some
+        assert "fork" in str(error)
+    else:
+        fresh(x).backward()
+        assert x.grad.tolist() == [4.0] * 5
     get = nn.Module.__dict__.get("__getattribute__")
     assert get is None or get.__module__ == "builtins", "a capture of the parent's is still installed"
 
