@@ -13,7 +13,7 @@ from collections import Counter
 from .align import Refused
 from .cluster import Cluster, Const, Expr, Iota, children
 from .cost import FIXED, Device
-from .schedule import column_reduction, in_registers, schedule
+from .schedule import MAX_ROW, column_reduction, row_tile, schedule
 
 EACH = 8  # elements a thread of a pointwise kernel
 MOST = 208  # registers by this count up to which no kernel was seen to spill, of 255: addresses and temporaries take the others
@@ -53,7 +53,8 @@ def at_once(cluster: Cluster) -> int:
 
 def _leaves_registers(a: Cluster, b: Cluster, merged: Cluster) -> bool:
     """Whether a row that stayed in registers in one of the two does so no more in one kernel."""
-    return not column_reduction(merged) and not in_registers(merged) and any(c.reduce and in_registers(c) for c in (a, b))
+    fits = lambda c: row_tile(c) * max(1, c.held) <= MAX_ROW  # noqa: E731
+    return not column_reduction(merged) and not fits(merged) and any(c.reduce and fits(c) for c in (a, b))
 
 
 def _cost(cluster: Cluster, device: Device) -> float:

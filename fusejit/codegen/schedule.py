@@ -193,6 +193,9 @@ def fits_kept(cluster: Cluster, values: int) -> bool:
     """Whether a row fits in registers as it was loaded, beside its column sums; random numbers are drawn as the tile is read first."""
     if cluster.segments or cluster.varies or peel(cluster) or any(isinstance(n, (Random, Scan)) for n in cluster.order):
         return False
+    split = len(cluster.parallel)
+    if sum(not s.mode and any((s.layout.strides or ())[split:]) for s in cluster.stores) > 1:
+        return False  # two rows that are written are two rows in float32 at once: that spills
     sums, columns = column_sums(cluster), power_of_two(product(cluster.reduce))
     # beside column sums a row that only the last pass reads has to find registers, too
     each = sums + _loaded(cluster) if sums else kept_values(cluster)
