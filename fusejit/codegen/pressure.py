@@ -12,7 +12,7 @@ from collections import Counter
 
 from .align import Refused
 from .cluster import Cluster, Const, Expr, Iota, children
-from .cost import FIXED, Device
+from .cost import FIXED, Device, full
 from .schedule import MAX_ROW, column_reduction, row_tile, schedule
 
 EACH = 8  # elements a thread of a pointwise kernel
@@ -54,7 +54,7 @@ def at_once(cluster: Cluster) -> int:
 def _leaves_registers(a: Cluster, b: Cluster, merged: Cluster) -> bool:
     """Whether a row that stayed in registers in one of the two does so no more in one kernel."""
     fits = lambda c: row_tile(c) * max(1, c.held) <= MAX_ROW  # noqa: E731
-    return not column_reduction(merged) and not fits(merged) and any(c.reduce and fits(c) for c in (a, b))
+    return not column_reduction(merged) and not fits(merged) and any(c.reduce and full(c) and fits(c) for c in (a, b))
 
 
 def _cost(cluster: Cluster, device: Device) -> float:
