@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 
 from .align import Refused
-from .cluster import Cluster, Const, Expr, Iota, children
-from .cost import FIXED, Device
+from .cluster import Cluster, Const, Expr, Iota, Reduce, children
+from .cost import FIXED, Device, full
 from .schedule import MAX_ROW, column_reduction, row_tile, schedule
 
 EACH = 8  # elements a thread of a pointwise kernel
@@ -54,7 +54,8 @@ def at_once(cluster: Cluster) -> int:
 def _leaves_registers(a: Cluster, b: Cluster, merged: Cluster) -> bool:
     """Whether a row that stayed in registers in one of the two does so no more in one kernel."""
     fits = lambda c: row_tile(c) * max(1, c.held) <= MAX_ROW  # noqa: E731
-    return not column_reduction(merged) and not fits(merged) and any(c.reduce and fits(c) for c in (a, b))
+    reduces = all(any(isinstance(n, Reduce) for n in c.order) for c in (a, b))  # what only follows along the row is read once less
+    return reduces and not column_reduction(merged) and not fits(merged) and any(full(c) and fits(c) for c in (a, b))
 
 
 def _cost(cluster: Cluster, device: Device) -> float:
