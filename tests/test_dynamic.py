@@ -348,3 +348,18 @@ def test_results_that_no_one_needs():
         (theirs,) = torch.autograd.grad(torch.softmax(x, 0).square().sum(), x)
         torch.testing.assert_close(ours, theirs)
     assert jitted.cache_info().specialisations == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sizes_that_come_again_and_bound_calls(backend, monkeypatch):
+    weight = torch.randn(3, requires_grad=True)
+    jitted = jit(lambda x: torch.relu(x) * weight + x.shape[0], backend=backend, dynamic=True)
+    for n in (300, 300, 300, 300, 7, 300, 7, 7, 7):
+        x = torch.randn(n, 3)
+        torch.testing.assert_close(jitted(x), jitted.__wrapped__(x))
+    assert jitted.cache_info()[:3] == (1, 8, 1)
+    monkeypatch.setenv("FUSEJIT_DEBUG", "1")
+    x = torch.randn(300, 3)
+    bound = jitted.bind(x)
+    for _ in range(3):
+        torch.testing.assert_close(bound(x), jitted.__wrapped__(x))

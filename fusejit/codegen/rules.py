@@ -234,9 +234,9 @@ def masked(value: Expr, mask: Expr) -> Expr:
     """Return `value` reading memory only where `mask` holds."""
 
     def visit(leaf: Expr) -> Expr:
-        if isinstance(leaf, Compute) and leaf.op == "checked_index":  # where nothing is read there is nothing to check
+        if isinstance(leaf, Compute) and leaf.op in ("checked_index", "checked_place"):  # where nothing is read there is nothing to check
             inside = compute("where", mask, leaf.args[0], const(0, INDEX), dtype=INDEX)
-            return compute("checked_index", inside, leaf.args[1], dtype=INDEX)
+            return compute(leaf.op, inside, leaf.args[1], dtype=INDEX)
         if not isinstance(leaf, Load):
             return leaf
         both = mask if leaf.mask is None else compute("logical_and", leaf.mask, mask, dtype=torch.bool)

@@ -51,7 +51,7 @@ def promised(run: Callable, found: Any, bound: Call, key: tuple, name: Callable[
         if lifted is None or elsewhere():
             reason = "; ".join(map(str, differences(now, leaves, [(key, found.guards)], name)[:3]))
             raise FusejitError(f"{fn} was bound, and the call breaks the promise: {reason}: {way_out}")
-        if any(one is not other for one, other in zip(lifted, bound.lifted, strict=True)):
+        if any(one is not other and not (type(one) is int and one == other) for one, other in zip(lifted, bound.lifted, strict=True)):
             what = "a size, or a tensor that it reads, is another now"
             raise FusejitError(f"{fn} was bound, and {what}: {way_out}")
         return run(*args, **kwargs)
