@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .capture.dynamic import Dynamic
+from .capture.trace import LOCK
 from .errors import CaptureError, Unsupported
 from .programs import BackendError
 from .specialise import Specialisation
@@ -22,6 +23,13 @@ def specialise_sizes(
     sizes: Dynamic, key: tuple, leaves: list[Any], name: Callable[[Any, int], str], make: Callable[..., Specialisation]
 ) -> Specialisation:
     """Make a specialisation for many sizes where `sizes` wants that, and for this shape alone where that is not to be had."""
+    with LOCK:  # torch's arithmetic on symbols sees the tracer of any thread
+        return _specialise_sizes(sizes, key, leaves, name, make)
+
+
+def _specialise_sizes(
+    sizes: Dynamic, key: tuple, leaves: list[Any], name: Callable[[Any, int], str], make: Callable[..., Specialisation]
+) -> Specialisation:
     choice = sizes.choose(key, leaves, name)
     notes = [f"all sizes are numbers: {choice.why}"] if choice.why and choice.symbols is None else []
     if choice.symbols is not None:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .capture.trace import LOCK
 from .codegen.program import Program
 from .codegen.size import Scope
 from .codegen.sized import Bound
@@ -63,7 +64,7 @@ class Variants:
 
     def more(self, sizes: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
         """Compile a variant, or run op by op where that does not help."""
-        with self.lock:
+        with LOCK, self.lock:  # torch's arithmetic on symbols sees the tracer of any thread
             for holds, program in self.checks:  # another thread may have made it meanwhile
                 if holds(*sizes):
                     return program

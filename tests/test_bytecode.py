@@ -75,7 +75,7 @@ def test_fullgraph_quotes_the_lines(capsys):
         with pytest.raises(fusejit.CaptureError, match=r'test_bytecode.py:\d+: print\("between"\)'):
             jitted(x)
     assert jitted.cache_info().specialisations == 0
-    with pytest.raises(fusejit.CaptureError, match=r"return inner_print\(x \+ 1\) > .*print\(\"callee\"\)"):  # outer frame first
+    with pytest.raises(fusejit.CaptureError, match=r"return inner_print\(x \+ 1\) → .*print\(\"callee\"\)"):  # outer frame first
         jit(outer_print, capture_mode="bytecode", fullgraph=True)(x)
     assert torch.equal(jit(outer_print, capture_mode="bytecode")(x), outer_print(x))
 

@@ -305,9 +305,9 @@ def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
     rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
     moved = sum(n.dtype.itemsize for n in full(cluster))
     if column_reduction(cluster):
-        most = columns_at_once(cluster)
-        across = min(most, power_of_two(rows))
-        while across > max(8, most // 4) and rows // across < device.sms:
+        across = min(columns_at_once(cluster), power_of_two(rows))
+        least = max(8, 32 // max((n.dtype.itemsize for n in full(cluster)), default=4))
+        while across > least and rows // across < device.sms:
             across //= 2  # down to the 32 bytes that memory hands out at once
         return [
             Schedule("reduction_looped", (("XBLOCK", across), ("RBLOCK", min(columns, tile // across))), 8 * tile // 4096 or 4, stages)

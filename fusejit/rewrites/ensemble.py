@@ -56,7 +56,7 @@ class Ensemble:
         self.check()
         own = [tensors_of(model) for model in self.models]
         state = {name: torch.stack([one[name] for one in own]) for name in own[0]}
-        return Stacked(state, own, {name: value._version for name, value in state.items()}, statistics(self.models[0]))
+        return Stacked(state, own, {name: version_of(value) for name, value in state.items()}, statistics(self.models[0]))
 
     def call_with(self, kwargs: dict[str, Any]) -> Callable[..., tuple[Any, State]]:
         """The function (one model's state, arguments...) -> (result, tensors that the model replaced)."""
@@ -86,7 +86,7 @@ class Stacked:
     def write_back(self, replaced: State) -> None:
         """Copy what the models changed in place, or replaced, into their own tensors."""
         for name, value in self.state.items():
-            if name not in replaced and name not in self.uncounted and value._version == self.versions[name]:
+            if name not in replaced and name not in self.uncounted and version_of(value) == self.versions[name]:
                 continue
             with torch.no_grad():
                 for number, one in enumerate(self.own):
@@ -127,3 +127,9 @@ def compare(one: torch.nn.Module, other: torch.nn.Module) -> str:
 
 def layout(value: Tensor | None) -> tuple | None:
     return None if value is None else (tuple(value.shape), value.dtype, value.device)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; a capture refuses the question where it is the user's."""
+    with torch._C.DisableTorchFunction():
+        return tensor._version
