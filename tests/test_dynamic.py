@@ -363,3 +363,12 @@ def test_sizes_that_come_again_and_bound_calls(backend, monkeypatch):
     bound = jitted.bind(x)
     for _ in range(3):
         torch.testing.assert_close(bound(x), jitted.__wrapped__(x))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_length_of_a_normalised_row_is_no_assumption(dtype):
+    """One Program serves every length that stays in registers: the count by which variances are divided is an argument too."""
+    jitted = jit(lambda x: torch.nn.functional.layer_norm(x, (x.shape[-1],)), backend="interpret", dynamic=True)
+    for n in (64, 100, 300, 7):
+        check(jitted, jitted.__wrapped__, torch.randn(4, n, dtype=dtype) + 3)
+    assert not [line for line in jitted.explain(torch.randn(4, 300, dtype=dtype)).dynamic if "variant" in line]

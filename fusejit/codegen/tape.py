@@ -215,7 +215,8 @@ class Tape:
         return self.row(f"fj.sum({rest}, 1)", "sum")
 
     def recentred(self, rest: str, squares: str) -> str:
-        return f"fj.shifted_squares({rest}, {squares}, {float(product(self.writer.cluster.reduce))})"
+        count = product(self.writer.cluster.reduce)
+        return f"fj.shifted_squares({rest}, {squares}, {float(count) if isinstance(count, int) else f'({count})'})"
 
     def _finish(self, node: Reduce, args: list[str]) -> str:
         value = self.row(f"fj.{node.op}({', '.join(args)}, 1)", node.op)
