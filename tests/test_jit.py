@@ -211,3 +211,15 @@ def test_failed_compile(monkeypatch):
         full(x)
     monkeypatch.setattr(fusejit.compile, "compile_graph", good)
     assert full(x)[0] == 2 and not full.specialisation(x).fallbacks
+
+
+def test_an_op_that_reads_the_grad_mode_keeps_its_gradients():
+    """torch's LSTM on CPUs makes what its backward needs only where autograd records, and a Program runs where it does not."""
+    torch.manual_seed(0)
+    lstm, x = torch.nn.LSTM(4, 8), torch.randn(5, 3, 4)
+    expected = torch.autograd.grad(lstm(x)[0].sum(), tuple(lstm.parameters()))
+    jitted = fusejit.jit(lstm, backend="interpret")
+    for got, want in zip(torch.autograd.grad(jitted(x)[0].sum(), tuple(lstm.parameters())), expected, strict=True):
+        torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        torch.testing.assert_close(jitted(x)[0], lstm(x)[0])

@@ -305,6 +305,8 @@ class Lowering:
             raise Unsupported(str(target), f"its result ({type(fake).__name__}) is no tensor", line)
         if sparse := next((v.layout for v in leaves if isinstance(v, torch.Tensor) and v.layout is not torch.strided), None):
             raise Unsupported(str(target), f"its result has layout {sparse}: only strided tensors are compiled", line)
+        if target in BY_GRAD_MODE and any(user.args[1] in BY_GRAD_MODE[target] for user in node.users):
+            raise Unsupported(str(target), "what its backward needs is made only where autograd records, and programs run without", line)
         # numbers among the results were traced as constants: their readers already hold them
         made = [self.taken(v) if isinstance(v, torch.Tensor) else None for v in leaves]
         several = not isinstance(fake, torch.Tensor)
@@ -359,6 +361,8 @@ def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule]) ->
     return Lowering(inputs, rules).run(module.graph)
 
 
+BY_GRAD_MODE = {torch.ops.aten.mkldnn_rnn_layer.default: (3,)}
+"""Ops that leave a result (these, by number) out where autograd does not record at that moment."""
 PROGRAMS: dict[Any, Callable] = {}
 """{op: (arguments, strides of its tensors) -> (name, Program)}: ops that stand for calls of Programs; filled by autodiff/region.py."""
 CHECKS: dict[str, Callable[[Node], bool]] = {}  # rule name -> whether the rule can take this call; filled by rules.py
