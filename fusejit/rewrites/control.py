@@ -181,7 +181,7 @@ class Choice:
         seen = cells_of(then, other)
         self.cells = {name: seen[name] for name in site.written if name in seen}
         self.before = {name: content(cell) for name, cell in self.cells.items()}
-        self.around = Surroundings(seen)
+        self.around = Surroundings(seen, self.cells)
         self.shared: list[tuple[Tensor, Any]] = []
         self.entering = [value for value in map(content, seen.values()) if isinstance(value, Tensor)]
 
@@ -439,35 +439,31 @@ def run_loop(test: Any, body: Any, site: Site) -> None:
         raise NoSelect("it holds a `while` on a tensor")
     session().note(site, "a loop of the graph", "its test is a tensor; each variable keeps its dtype and shape")
     weaver = Weaver(session().shared)
-    with variables(test, body, site) as cells:
-        for made, others in Loop(test, body, site, cells, content, put, weaver).run():
-            session().share(made, site, others, weaver)
+    cells, test, body = variables(test, body, site)
+    for made, others in Loop(test, body, site, cells, content, put, weaver).run():
+        session().share(made, site, others, weaver)
 
 
-@contextlib.contextmanager
-def variables(test: Any, body: Any, site: Site) -> Iterator[dict[str, types.CellType]]:
-    """The variables that a loop carries; what it changes besides is refused."""
+def variables(test: Any, body: Any, site: Site) -> tuple[dict[str, types.CellType], Any, Any]:
+    """The variables that a loop carries, its test and its body; what these change besides is refused."""
     seen = cells_of(test, body)
     cells = {name: seen[name] for name in site.written if name in seen}
-    around = Surroundings({name: cell for name, cell in seen.items() if name not in cells})
-    yield cells
-    around.check(site)
+    around = Surroundings(seen, cells)
+    return cells, around.checked(test, site), around.checked(body, site)
 
 
 def each_row(test: Any, body: Any, site: Site) -> None:
     """A `while` whose test is a tensor of a transform: each row goes round until its own test fails."""
-    with variables(test, body, site) as cells:
-        if trace.active():
-            session().note(
-                site, "a loop of the graph", "its test is a tensor; under torch.func each row goes round until its own test fails"
-            )
-            weaver = Weaver(session().shared)
-            loop = RowLoop(test, body, site, cells, content, put, weaver, around=masks(), standing=Standing(weaver))
-            for made, others in loop.run():
-                session().share(made, site, others, weaver)
-            return
-        while any_row(holds := row_test(test, site, cells)):
+    cells, watched_test, watched_body = variables(test, body, site)
+    if not trace.active():
+        while any_row(holds := row_test(watched_test, site, cells)):
             Choice(holds, body, lambda: None, site).run()
+        return
+    session().note(site, "a loop of the graph", "its test is a tensor; under torch.func each row goes round until its own test fails")
+    weaver = Weaver(session().shared)
+    loop = RowLoop(watched_test, watched_body, site, cells, content, put, weaver, around=masks(), standing=Standing(weaver))
+    for made, others in loop.run():
+        session().share(made, site, others, weaver)
 
 
 def row_test(test: Any, site: Site, cells: dict[str, types.CellType]) -> Tensor:
