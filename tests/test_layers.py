@@ -28,6 +28,7 @@ ORDER = [
     "capture/arguments",
     *("rewrites/", "rewrites/source", "rewrites/jumps", "rewrites/liveness", "rewrites/select", "rewrites/flow", "rewrites/outline"),
     *("capture/effects", "capture/generators", "capture/identity", "capture/indexing", "capture/ordered", "capture/transforms"),
+    *("capture/record", "capture/arrange"),
     *("capture/refused", "capture/symbols", "capture/lookalike", "capture/trace"),
     *("capture/guards", "capture/dynamic", "capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode"),
     "rewrites/exclude",

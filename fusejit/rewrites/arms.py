@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..capture import tree
 from ..capture.ordered import PRINT, masked
 from ..errors import Unsupported
 
@@ -104,7 +105,7 @@ class Arm(TorchFunctionMode):
             self.prepare_change(args[0])
         if kwargs.get("out") is not None:
             self.refuse_change(kwargs["out"])
-        args, kwargs = self.enter(args), {key: self.enter(value) for key, value in kwargs.items()}
+        args, kwargs = tree.map_tensors(self.enter, args), tree.map_tensors(self.enter, kwargs)
         if self.guard:
             args, kwargs = self.within_bounds(name, list(args), kwargs)
         result = func(*args, **kwargs)
@@ -124,15 +125,8 @@ class Arm(TorchFunctionMode):
 
     # Tensors that enter.
 
-    def enter(self, value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            return self.twin(value) if id(value) in self.twins or id(value) not in self.known else value
-        if kind is tuple or kind is list:
-            return kind([self.enter(item) for item in value])
-        if kind is dict:
-            return {key: self.enter(item) for key, item in value.items()}
-        return value
+    def enter(self, value: Tensor) -> Tensor:
+        return self.twin(value) if id(value) in self.twins or id(value) not in self.known else value
 
     def twin(self, value: Tensor) -> Tensor:
         found = self.twins.get(id(value))

@@ -117,7 +117,7 @@ def as_predicate(test: Tensor, site: Site) -> Tensor:
     if test.numel() != 1:
         reason = f"its test has {test.numel()} elements (shape {tuple(test.shape)}); say which are meant: `.any()` or `.all()`"
         raise Unsupported(f"`{site.kind}` on a tensor", reason, site.line)
-    test = test.reshape(())
+    test = test.reshape(()) if test.dim() else test
     return test if test.dtype is torch.bool else test != 0
 
 

@@ -66,17 +66,7 @@ class Standing(TorchFunctionMode):
         self.made: list[torch.fx.Node] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self.replace(args), **self.replace(kwargs or {}))
-
-    def replace(self, value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            return self.twin(value)
-        if kind is tuple or kind is list:
-            return kind([self.replace(item) for item in value])
-        if kind is dict:
-            return {name: self.replace(item) for name, item in value.items()}
-        return value
+        return func(*tree.map_tensors(self.twin, args), **tree.map_tensors(self.twin, kwargs or {}))
 
     def twin(self, value: Tensor) -> Tensor:
         if hasattr(value, "fake_mode") and not FUNCTORCH.is_functorch_wrapped_tensor(value):
