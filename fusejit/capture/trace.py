@@ -41,6 +41,7 @@ from .identity import check_identities
 from .indexing import GET, SET, Picked
 from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame
 from .lookalike import lookalike
+from .ordered import ASSERTS, as_check
 from .ordered import OPS as ORDERED
 from .reads import Effect
 from .record import recording
@@ -113,6 +114,11 @@ def recorder() -> Recorder:
     return LOCAL.recorder
 
 
+def tracing() -> Tracing:
+    """The trace of the capture that this thread is in."""
+    return LOCAL.tracing
+
+
 def entry_of(frame: Any) -> str:
     """The traceback entry of an op: of the user's frame, or the one that a graph which is traced again knows (see bytecode.py)."""
     return getattr(LOCAL, "entry", "") or frame_entry(frame)
@@ -174,6 +180,8 @@ class Tracing(TorchFunctionMode):
                 self.note_grad()
         if func == DATA:
             func = T.detach
+        if func in ASSERTS:
+            func, args, kwargs = as_check(*args, **(kwargs or {}))
         if func in ORDERED:
             return self.thread(func, self.replace(args), frame_line(frame))
         if self.picked.kept:
@@ -328,7 +336,7 @@ def trace_once(
     except BaseException as raised:  # put back in order below, whatever it was
         error = raised
     finally:
-        LOCAL.recorder = None
+        LOCAL.recorder = LOCAL.tracing = None
     effects = watcher.restore()
     if error is not None:
         made = explain_error(error)
@@ -360,7 +368,7 @@ def run_body(
 
     modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
     fake_mode = modes.pop() if modes else symbols.mode if symbols is not None else FakeTensorMode()
-    tracing = Tracing(fake_mode, symbols)
+    tracing = LOCAL.tracing = Tracing(fake_mode, symbols)
     blocks = regions and regions(tracing, watcher)
     positions = tracing.take(leaves)
     fakes = [tracing.twins[id(leaves[position])] for position in positions]

@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..capture import tree
+from ..errors import Unsupported
 from .arms import aside, running
 from .branches import Loop, Weaver, is_scalar, untracked
 from .merge import Where, merge
@@ -126,6 +127,9 @@ class RowLoop(Loop):
         with one_row(), self.standing:
             self.set([self.stood(value) for value in outside])
             structures, leaves = self.settle()
+            if self.effects:
+                reason = "the rows of a batch leave the loop one by one, so there is no order; do it behind the loop"
+                raise Unsupported("a print, a check or `depend` in a `while` on a tensor under torch.func", reason, self.site.line)
             found = self.trace(structures, leaves)
             starts = [self.weaver.node(leaves[number]) for number in found.places]
             shared = self.stand_ins(found.arm, {id(found.inside[n]): leaves[n] for n in found.places}, leaves, found.inside, found.last)
