@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .trace import drop_switches
+from .arrange import drop_switches
 
 Tensor = torch.Tensor
 Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device, bool]

@@ -1,7 +1,8 @@
 """Ops with an effect: what a graph must do at its place, on every call, although no result depends on it.
 
-In: `print`, `depend` and `assign` called by the user's function. Out: outside a capture the plain effect; inside one an op of the
-graph that takes a token from the op with an effect before it and returns one to the next, the last of which is a hidden output:
+In: `print`, `depend` and `assign` called by the user's function, and its `assert`s on tensors. Out: outside a capture the plain effect;
+inside one an op of the graph that takes a token from the op with an effect before it and returns one to the next, the last of which is a
+hidden output:
 
     graph():
         %x : [num_users=2] = placeholder[target=x]
@@ -16,18 +17,45 @@ them again. What they read are values of the graph at that point, before or afte
 from __future__ import annotations
 
 import builtins
+import contextlib
 import string
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..errors import Unsupported
+from ..rewrites.numbers import is_number
 
 Tensor = torch.Tensor
 LIBRARY = torch.library.Library("fusejit", "DEF")
 LIBRARY.define("print(Tensor? token, str text, Tensor[] values, Tensor? when=None) -> Tensor")
 LIBRARY.define("order(Tensor? token, Tensor[] values) -> Tensor")
+LIBRARY.define("check(Tensor? token, Tensor holds, str? text, Tensor[] values, Tensor? when=None, bool by_torch=False) -> Tensor")
+LOCAL = threading.local()
+
+
+class CheckFailed(AssertionError, RuntimeError):
+    """What `torch._assert_async` checked did not hold: torch raises a RuntimeError, Python's `assert` an AssertionError."""
+
+
+class Texts(string.Formatter):
+    """`str.format` with one more conversion, "n": a tensor that stands for a number; a batch of numbers is formatted one by one."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        if conversion == "n":
+            return value if value.dim() else value.item()
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or not format_spec:
+            return super().format_field(value, format_spec)
+        return "[" + ", ".join([self.format_field(item, format_spec) for item in value]) + "]"
+
+
+TEXTS = Texts()
 
 
 def token(*_: Any) -> Tensor:
@@ -35,9 +63,35 @@ def token(*_: Any) -> Tensor:
     return torch.empty(0, dtype=torch.int8, device="cpu")
 
 
+@contextlib.contextmanager
+def repeating() -> Iterator[None]:
+    """While this thread computes something once more: what has been printed and checked is not printed and checked again."""
+    before, LOCAL.repeating = getattr(LOCAL, "repeating", False), True
+    try:
+        yield
+    finally:
+        LOCAL.repeating = before
+
+
+def happens(when: Tensor | None) -> bool:
+    return not getattr(LOCAL, "repeating", False) and (when is None or bool(when))
+
+
+def written(text: str, values: list[Tensor]) -> str:
+    return TEXTS.vformat(text, [value.detach() for value in values], {})
+
+
 def show(before: Tensor | None, text: str, values: list[Tensor], when: Tensor | None = None) -> Tensor:
-    if when is None or bool(when):
-        builtins.print(text.format(*[value.detach() for value in values]), end="")
+    if happens(when):
+        builtins.print(written(text, values), end="")
+    return token()
+
+
+def check(
+    before: Tensor | None, holds: Tensor, text: str | None, values: list[Tensor], when: Tensor | None = None, by_torch: bool = False
+) -> Tensor:
+    if happens(when) and not bool(holds):
+        raise (CheckFailed if by_torch else AssertionError)(*(() if text is None else (written(text, values),)))
     return token()
 
 
@@ -57,21 +111,38 @@ def order_batch(info: Any, in_dims: Any, before: Any, values: list[Tensor]) -> t
     return torch.ops.fusejit.order(before, batch_first(values, in_dims[1])), None
 
 
-IMPLEMENTATIONS: dict[str, tuple[Callable, Callable]] = {"print": (show, show_batch), "order": (token, order_batch)}
+def check_batch(
+    info: Any, in_dims: Any, before: Any, holds: Tensor, text: Any, values: list[Tensor], when: Any = None, by_torch: bool = False
+) -> tuple[Tensor, None]:
+    """The rule under vmap: it holds for all rows, or for all that it is asked of."""
+    fine = holds if when is None else holds | ~when  # a row's are without dimensions
+    return torch.ops.fusejit.check(before, fine.all(), text, batch_first(values, in_dims[3]), None, by_torch), None
+
+
+IMPLEMENTATIONS: dict[str, tuple[Callable, Callable]] = {
+    "print": (show, show_batch), "order": (token, order_batch), "check": (check, check_batch),
+}  # fmt: skip
 for _name, (_run, _batch) in IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusejit::{_name}", token, lib=LIBRARY)
     torch.library.register_vmap(f"fusejit::{_name}", _batch, lib=LIBRARY)
 
 
-def masked(args: tuple, mask: Tensor) -> tuple:
-    """The arguments of a print that happens only where a mask holds too: that of an `if` both of whose arms are computed."""
-    when = args[3] if len(args) > 3 else None
-    return (*args[:3], mask if when is None else when & mask)
-
-
 PRINT: Any = torch.ops.fusejit.print.default
-OPS: frozenset[Any] = frozenset({torch.ops.fusejit.print.default, torch.ops.fusejit.order.default})
+CHECK: Any = torch.ops.fusejit.check.default
+ORDER: Any = torch.ops.fusejit.order.default
+WHEN = {PRINT: 3, CHECK: 4}
+"""The ops that may happen or not, and where their condition stands."""
+
+
+def masked(func: Any, args: tuple, mask: Tensor) -> tuple:
+    """The arguments of such an op where it happens only if a mask holds too: that of an `if` both of whose arms are computed."""
+    place = WHEN[func]
+    when = args[place] if len(args) > place else None
+    return (*args[:place], mask if when is None else when & mask, *args[place + 1 :])
+
+
+OPS: frozenset[Any] = frozenset({PRINT, CHECK, ORDER})
 """The ops whose first argument is a token; the capture threads it through them."""
 for _op in OPS:
     torch.fx.node.has_side_effect(_op)
@@ -89,8 +160,8 @@ def print(*args: Any, sep: str = " ", end: str = "\n", **named: Any) -> None:
         named: values for the fields of those `args` that are strings: `fusejit.print("loss {loss:.3f}", loss=loss)`.
 
     Prints keep their order among each other and see in-place changes as the program has them. A backward never repeats one. Under
-    `vmap` one print shows the whole batch, its dimension first; in an `if` on a tensor it prints when the test holds. Gradients do not
-    flow through and are not shown.
+    `vmap` one print shows the whole batch, its dimension first; in an `if` or `while` on a tensor it prints when the test holds.
+    Gradients do not flow through and are not shown.
 
     Raises:
         ValueError: a string has a field that is not among `named`.
@@ -137,6 +208,8 @@ def literal(text: str) -> str:
 
 def hole(value: Tensor, values: list[Tensor], how: str) -> str:
     values.append(value)
+    if hasattr(value, "fake_mode") and value.dim() == 0 and is_number(value):
+        how = "!n" + how[2:] if how.startswith("!") else "!n" + how
     return "{" + str(len(values) - 1) + how + "}"
 
 
@@ -170,3 +243,51 @@ def formatted(text: str, named: dict[str, Any], values: list[Tensor]) -> str:
         value, how = named[name], (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
         pieces.append(hole(value, values, how) if isinstance(value, Tensor) else literal(("{" + how + "}").format(value)))
     return "".join(pieces)
+
+
+# What an `assert` checks, and says.
+
+ASSERTS: frozenset[Any] = frozenset({torch._assert_async, torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg})
+"""Checks of torch's own, also what Dynamo makes of an `assert`; as ops without a result they would be lost."""
+
+
+def as_check(holds: Tensor, text: str | None = None, assert_msg: str | None = None) -> tuple[Any, tuple, dict[str, Any]]:
+    """The call of `check` for the call of one of these."""
+    said = assert_msg if text is None else text
+    return CHECK, (None, holds.reshape(()) != 0, None if said is None else literal(said), [], None, True), {}
+
+
+class Holes(TorchFunctionMode):
+    """Lets a text be written before the values of tensors in it are known: each leaves a mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Tensor] = []
+        self.kinds: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__format__ and func is not Tensor.__repr__:
+            return func(*args, **(kwargs or {}))
+        self.kinds.append(hole(args[0], self.values, f":{args[1]}" if func is Tensor.__format__ else "!r"))
+        return f"\0{len(self.kinds) - 1}\0"
+
+    def text(self, message: str) -> str:
+        pieces = message.split("\0")
+        return "".join(self.kinds[int(piece)] if place % 2 else literal(piece) for place, piece in enumerate(pieces))
+
+
+def message_of(message: Callable[[], Any] | None, line: str) -> tuple[str | None, list[Tensor], str]:
+    """Write what an `assert` on a tensor says when it fails: a text, the tensors in it, and why it says something else than the user.
+
+    Args:
+        message: what stands behind the comma, None if nothing does. line: of the user's; it is said where the message cannot be.
+    """
+    if message is None:
+        return None, [], ""
+    holes = Holes()
+    try:
+        with holes:
+            text = str(message())
+    except Exception as error:  # Python makes the message only where the check fails: what it raises is no error of the function's
+        return literal(line), [], f"its message cannot be made in advance ({type(error).__name__}: {error})"
+    return holes.text(text), holes.values, ""

@@ -22,6 +22,7 @@ import gc
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,14 +34,17 @@ from ..errors import CaptureError, Unsupported
 from ..forks import awaited
 from . import tree
 from .arguments import check_arguments, refuse_tensor
+from .arrange import order_graph
 from .effects import Recorder
 from .generators import numpy_state, restore_generators
 from .identity import check_identities
 from .indexing import GET, SET, Picked
-from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame, user_line
+from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame
 from .lookalike import lookalike
+from .ordered import ASSERTS, as_check
 from .ordered import OPS as ORDERED
 from .reads import Effect
+from .record import recording
 from .refused import DATA, REFUSED, WAY_OUT, T
 from .symbols import Symbols
 from .transforms import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
@@ -49,6 +53,13 @@ Tensor = torch.Tensor
 LOCK = awaited(threading.RLock())
 """One capture at a time: it replaces attribute methods of classes that all threads share."""
 LOCAL = threading.local()
+QUERIES = frozenset((
+    T.shape.__get__, T.dtype.__get__, T.device.__get__, T.layout.__get__, T.ndim.__get__, T.requires_grad.__get__, T.dim, T.size, T.numel,
+    T.stride, T.element_size, T.is_floating_point, T.is_complex, T.is_contiguous,
+))  # fmt: skip
+"""What a tensor answers without an op, and without being asked for its values."""
+BINDINGS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+"""Functions of torch written in C, which call no other."""
 
 
 @dataclass(slots=True)
@@ -103,6 +114,11 @@ def recorder() -> Recorder:
     return LOCAL.recorder
 
 
+def tracing() -> Tracing:
+    """The trace of the capture that this thread is in."""
+    return LOCAL.tracing
+
+
 def entry_of(frame: Any) -> str:
     """The traceback entry of an op: of the user's frame, or the one that a graph which is traced again knows (see bytecode.py)."""
     return getattr(LOCAL, "entry", "") or frame_entry(frame)
@@ -124,16 +140,17 @@ class Tracing(TorchFunctionMode):
         self.grad = False
         self.token: Tensor | None = None
         self.picked = Picked()
+        self.entries: dict[tuple[Any, int], str] = {}
 
     def follow(self, mode: Any) -> None:
         """Record through a proxy mode, from the present grad mode on."""
-        keep = mode.__torch_dispatch__
+        keep = recording(mode, self.symbols is not None)
 
         def record(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             self.note_grad()
             if func not in MAKES_CONSTANT:  # a tensor that only a transform's own code has touched
                 args, kwargs = self.replace(args), self.replace(kwargs)
-            return keep(func, (), args, kwargs)
+            return keep(func, args, kwargs)
 
         self.mode, self.grad = mode, torch.is_grad_enabled()
         follow_levels(mode, record)
@@ -143,12 +160,16 @@ class Tracing(TorchFunctionMode):
 
         if self.symbols is not None:
             self.symbols.bear()
+        if func in QUERIES:
+            args = self.replace(args)
+            with torch._C.DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
         caller = sys._getframe(1)
         frame = user_frame(caller, self.stop)
         if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None) and not of_transform(caller):
             op, reason = REFUSED[func]
             raise Unsupported(op, f"{reason}; {WAY_OUT}", shorten(entry_of(frame)))
-        fx_traceback.current_meta["stack_trace"] = entry_of(frame)
+        fx_traceback.current_meta["stack_trace"] = self.entry(frame)
         if func is torch._C._set_grad_enabled and self.traces_here() or is_level_change(func):
             with torch._C.DisableTorchFunction():  # the graph keeps what became of it: see note_grad, and transforms.py
                 return func(*self.replace(args), **(kwargs or {}))
@@ -159,6 +180,8 @@ class Tracing(TorchFunctionMode):
                 self.note_grad()
         if func == DATA:
             func = T.detach
+        if func in ASSERTS:
+            func, args, kwargs = as_check(*args, **(kwargs or {}))
         if func in ORDERED:
             return self.thread(func, self.replace(args), frame_line(frame))
         if self.picked.kept:
@@ -167,9 +190,21 @@ class Tracing(TorchFunctionMode):
             args = self.replace(args)
             found, done = self.picked.index(func, args)
             return found if done else func(*args)
-        if kwargs:
-            return func(*self.replace(args), **{name: self.replace(value) for name, value in kwargs.items()})
-        return func(*self.replace(args))
+        args, named = self.replace(args), self.replace(kwargs or {})
+        if type(func) in BINDINGS and func is not torch._C._set_grad_enabled:
+            with torch._C.DisableTorchFunction():  # straight to the dispatcher: torch's own modes have nothing to see in it
+                return func(*args, **named)
+        return func(*args, **named)
+
+    def entry(self, frame: Any) -> str:
+        """The traceback entry of a frame, which an op after the other asks for."""
+        if frame is None or getattr(LOCAL, "entry", "") != "":
+            return entry_of(frame)
+        key = frame.f_code, frame.f_lineno
+        found = self.entries.get(key)
+        if found is None:
+            found = self.entries[key] = entry_of(frame)
+        return found
 
     def thread(self, func: Any, args: tuple, line: str) -> Tensor:
         """Call an op with an effect after the one before it; the last token becomes an output of the graph."""
@@ -205,14 +240,7 @@ class Tracing(TorchFunctionMode):
 
     def replace(self, value: Any) -> Any:
         """Replace real tensors in (nested lists of) arguments by their fake twins."""
-        kind = type(value)
-        if isinstance(value, Tensor):
-            return self.twin(value)
-        if kind is tuple or kind is list:
-            return kind([self.replace(item) for item in value])
-        if kind is dict:
-            return {name: self.replace(item) for name, item in value.items()}
-        return value
+        return tree.map_tensors(self.twin, value)
 
     def twin(self, value: Tensor) -> Tensor:
         """Return the fake twin of a tensor; a real one met for the first time becomes an input of the graph."""
@@ -308,7 +336,7 @@ def trace_once(
     except BaseException as raised:  # put back in order below, whatever it was
         error = raised
     finally:
-        LOCAL.recorder = None
+        LOCAL.recorder = LOCAL.tracing = None
     effects = watcher.restore()
     if error is not None:
         made = explain_error(error)
@@ -335,11 +363,12 @@ def run_body(
     """The trace itself: fake inputs, make_fx, and the graph put in order."""
     import torch.fx.traceback as fx_traceback
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
     modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
     fake_mode = modes.pop() if modes else symbols.mode if symbols is not None else FakeTensorMode()
-    tracing = Tracing(fake_mode, symbols)
+    tracing = LOCAL.tracing = Tracing(fake_mode, symbols)
     blocks = regions and regions(tracing, watcher)
     positions = tracing.take(leaves)
     fakes = [tracing.twins[id(leaves[position])] for position in positions]
@@ -366,7 +395,7 @@ def run_body(
         return tuple(tensors if tracing.token is None else [*tensors, tracing.token])
 
     tracing.stop = body.__code__
-    with capture_state(), fake_mode, outside_levels(fake_mode), fx_traceback.preserve_node_meta():
+    with capture_state(), fake_mode, outside_levels(fake_mode), fx_traceback.preserve_node_meta(), _use_lazy_graph_module(True):
         fx_traceback.current_meta.pop("stack_trace", None)
         module = make_fx(body, tracing_mode="real", pre_dispatch=True)(*fakes)
     if blocks:
@@ -397,45 +426,6 @@ def capture_state() -> Iterator[None]:
         torch._C._set_grad_enabled(grad)
         if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-
-
-def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> None:
-    """Put lifted inputs behind the arguments, drop switches of gradients without effect, refuse tensors that lost their origin."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    graph = module.graph
-    names = {node.name for node in lifted}
-    inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name not in names]
-    moved = [node for node in graph.nodes if node.op == "placeholder" and node.name in names]
-    anchor = next(node for node in graph.nodes if node not in inputs and node not in moved)
-    for node in (*inputs, *moved):
-        anchor.prepend(node)
-    for node in graph.nodes:
-        value = getattr(module, str(node.target)) if node.op == "get_attr" else None
-        if isinstance(value, FakeTensor) or isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-            reason = "a tensor made there cannot be followed through the graph"
-            raise Unsupported(
-                "a step outside torch's tracing", reason, next((line for user in node.users if (line := user_line(user))), "")
-            )
-    drop_switches(graph, torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
-    graph.lint()
-    module.recompile()
-
-
-def drop_switches(graph: torch.fx.Graph, current: bool) -> None:
-    """Drop switches of gradients on and off that change nothing, from a graph that starts in the state `current`."""
-    pending = None
-    for node in list(graph.nodes):
-        if node.target is torch._C._set_grad_enabled:
-            if pending is not None:
-                graph.erase_node(pending)
-            pending = node
-        elif pending is not None and (node.op == "call_function" or node.op == "output"):
-            if pending.args[0] is current:
-                graph.erase_node(pending)
-            else:
-                current = pending.args[0]
-            pending = None
 
 
 OUTPUT_VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), type)

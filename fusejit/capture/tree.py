@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -107,6 +107,18 @@ def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
             object.__setattr__(made, name, value)
         return made
     return kind(*values)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Replace the tensors among the arguments of a call to torch: plain tuples, lists and dicts are looked into, nothing else."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if kind is tuple or kind is list:
+        return kind([map_tensors(function, item) for item in value])
+    if kind is dict:
+        return {name: map_tensors(function, item) for name, item in value.items()}
+    return value
 
 
 def paths(structure: Any, prefix: str = "") -> list[str]:

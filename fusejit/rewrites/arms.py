@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..capture.ordered import PRINT, masked
+from ..capture import tree
+from ..capture.ordered import WHEN, masked
 from ..errors import Unsupported
 
 Tensor = torch.Tensor
@@ -73,7 +74,7 @@ class Arm(TorchFunctionMode):
     Attributes:
         ops, bytes: calls of torch that made tensors, and the bytes of these.
         refused: why the arm must not run unless its test holds, "" if it may.
-        changed: (entering tensor, its changed copy).
+        changed: (entering tensor, its changed copy). quiet: those that autograd does not see change, by identity.
     """
 
     def __init__(self, mask: Tensor | None, taken: bool, guard: bool = True) -> None:
@@ -85,6 +86,7 @@ class Arm(TorchFunctionMode):
         self.known: dict[int, Tensor] = {}
         self.twins: dict[int, Tensor] = {}
         self.changed: list[tuple[Tensor, Tensor]] = []
+        self.quiet: set[int] = set()
         self.entered: list[Tensor] = []
         self.scratch: set[int] = set()  # made by the guards of arms inside; no one will look at them
 
@@ -96,15 +98,17 @@ class Arm(TorchFunctionMode):
             found = func(*args, **kwargs)
             if not isinstance(found, Tensor):
                 return found
-        if func is PRINT and self.mask is not None:
-            return func(*masked(args, self.holds()))
+        if func in WHEN:
+            held = self.copies()
+            args = tree.map_tensors(lambda value: held.get(id(value), value), args)
+            return func(*(args if self.mask is None else masked(func, args, self.holds())))
         self.judge(func, name)
         changes = name in CHANGES or name.endswith("_") and not name.endswith("__")
         if changes and args:
             self.prepare_change(args[0])
         if kwargs.get("out") is not None:
             self.refuse_change(kwargs["out"])
-        args, kwargs = self.enter(args), {key: self.enter(value) for key, value in kwargs.items()}
+        args, kwargs = tree.map_tensors(self.enter, args), tree.map_tensors(self.enter, kwargs)
         if self.guard:
             args, kwargs = self.within_bounds(name, list(args), kwargs)
         result = func(*args, **kwargs)
@@ -124,15 +128,8 @@ class Arm(TorchFunctionMode):
 
     # Tensors that enter.
 
-    def enter(self, value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            return self.twin(value) if id(value) in self.twins or id(value) not in self.known else value
-        if kind is tuple or kind is list:
-            return kind([self.enter(item) for item in value])
-        if kind is dict:
-            return {key: self.enter(item) for key, item in value.items()}
-        return value
+    def enter(self, value: Tensor) -> Tensor:
+        return self.twin(value) if id(value) in self.twins or id(value) not in self.known else value
 
     def twin(self, value: Tensor) -> Tensor:
         found = self.twins.get(id(value))
@@ -211,7 +208,12 @@ class Arm(TorchFunctionMode):
             self.refuse_change(target)
         if any(other is not target and memory_of(other) == memory for other in self.entered):
             self.refuse_change(target)
-        copy = self.twin(target).clone()
+        with contextlib.ExitStack() as stack:
+            if not torch.is_grad_enabled():
+                self.quiet.add(id(target))
+                if target.requires_grad:  # what reads it later in the arm has its gradient: it is only the change that has none
+                    stack.enter_context(torch.enable_grad())
+            copy = self.twin(target).clone()
         self.twins[id(target)] = self.known[id(copy)] = copy
         self.changed.append((target, copy))
 
@@ -224,6 +226,17 @@ class Arm(TorchFunctionMode):
             "an in-place change of a view inside an `if` that depends on a tensor",
             "it cannot be taken back where the test does not hold; write `x = torch.where(test, new, x)`, or change the whole tensor",
         )
+
+
+def quietly(original: Tensor, *arms: Arm) -> bool:
+    """Whether autograd saw none of the changes of a tensor."""
+    return all(id(original) in arm.quiet for arm in arms if id(original) in arm.copies())
+
+
+def write_back(original: Tensor, new: Tensor, quiet: bool) -> Tensor:
+    """Give a tensor that arms changed in place what it holds behind them, unseen by autograd if the changes were."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not quiet):
+        return original.copy_(new)
 
 
 def differentiable(value: Tensor) -> bool:

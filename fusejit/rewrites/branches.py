@@ -18,9 +18,11 @@ import torch
 
 from ..capture import trace, tree
 from ..capture.lines import frame_entry, user_frame
+from ..capture.ordered import OPS as ORDERED
+from ..capture.ordered import ORDER
 from ..errors import Unsupported
 from .aliases import Shared, check_aliases, leaves_of, origins_in, relatives
-from .arms import Arm, memory_of, run_arm
+from .arms import Arm, memory_of, quietly, run_arm, write_back
 from .jumps import VALUE, is_flag
 from .merge import MISSING, NUMBERS, Mismatch, merge, shown
 from .numbers import is_number, mark_number
@@ -67,11 +69,11 @@ class Weaver:
 
     def preserve(self, value: Tensor, mark: torch.fx.Node) -> None:
         """Let what reads a tensor since `mark` read a copy: it is about to change in place, and gradients may need what was read."""
-        node, later = self.node(value), self.since(mark)
+        node, later = self.node(trace.tracing().twin(value)), self.since(mark)
         readers = [user for user in later if node in user.all_input_nodes]
         if not readers:
             return
-        with self.graph.inserting_after(node if node in later else mark):
+        with self.graph.inserting_after(max(node, mark)):  # an input that was met first since then stands behind the mark
             copy = self.graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta = dict(node.meta)
         for reader in readers:
@@ -142,6 +144,39 @@ def write(piece: Piece, inputs: Sequence[Tensor]) -> list[Tensor]:
 WRITERS.append(write)
 
 
+# Effects.
+
+
+class Chain:
+    """The chain of ops with an effect (see ordered.py) at a place of the graph, from which several parts go on."""
+
+    def __init__(self) -> None:
+        self.trace = trace.tracing() if trace.active() else None
+        self.start = self.end
+
+    @property
+    def end(self) -> Tensor | None:
+        """The last token so far."""
+        return None if self.trace is None else self.trace.token
+
+    @end.setter
+    def end(self, token: Tensor | None) -> None:
+        if self.trace is not None:
+            self.trace.token = token
+
+    def back(self) -> bool:
+        """Go back to the start of what was traced since; returns whether there were effects."""
+        grown = self.end is not self.start
+        self.end = self.start
+        return grown
+
+    def begin(self) -> None:
+        """Make sure that there is a token to go on from."""
+        if self.start is None:
+            ORDER(None, [])
+            self.start = self.end
+
+
 # Branches.
 
 
@@ -166,22 +201,30 @@ class Pairs:
         return tree.unflatten(structure, iter(leaves))
 
 
-def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
+def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver, chain: Chain) -> dict[str, Any]:
     """Trace both arms as they are, cut them out, and return the variables' values behind the branch.
 
     Args:
-        choice: see control.py; mark: the last node before the arms were tried.
+        choice: see control.py; mark: the last node before the arms were tried; chain: the effects up to there.
     """
     weaver.erase(weaver.since(mark))
+    effects = chain.back()
+    if effects:
+        chain.begin()
     traced, values, arms = [], [], []
+    ends: list[Any] = []
     for place in (0, 1):
         start = weaver.mark()
+        chain.end = chain.start
         found, arm = choice.trial(place, guard=False)
         traced.append(weaver.since(start))
         values.append(found)
         arms.append(arm)
+        ends.append(chain.end)
     pick = Pairs()
     merged, changed, pairs = choice.merged(values, arms, pick), choice.changed(arms, pick), pick.pairs
+    if effects:
+        chain.end = pick(*ends)
     sides = [[weaver.node(pair[number]) for pair in pairs] for number in (0, 1)]
     operands = list(outside(traced[0], sides[0]) | outside(traced[1], sides[1]))
     inner = set(traced[0]) | set(traced[1])
@@ -195,7 +238,7 @@ def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver) -> dict[str, Any]:
         weaver.emit(piece, [predicate, *operands], [made for _, _, made in pairs])
     for original, new in changed:
         weaver.preserve(original, mark)
-        original.copy_(new)
+        write_back(original, new, quietly(original, *arms))
     return merged
 
 
@@ -236,6 +279,8 @@ class Loop:
         kept = [name for name in cells if name in site.live or name == VALUE or is_flag(name)]
         self.names = [name for name in kept if content(cells[name]) is not MISSING or name == VALUE]
         self.local = [name for name in cells if name not in self.names]
+        self.chain = Chain()
+        self.effects = False
 
     def values(self) -> list[Any]:
         return [self.content(self.cells[name]) for name in self.names]
@@ -277,6 +322,7 @@ class Loop:
         for _ in range(ROUNDS):
             mark, before = self.weaver.mark(), self.values()
             self.round(before)
+            self.effects |= self.chain.back()
             after = self.values()
             self.numbers = {id(value) for value in tensors_of(after) if is_scalar(value)}
             self.weaver.erase(self.weaver.since(mark))
@@ -290,6 +336,9 @@ class Loop:
         leaves: list[Any] = []
         for value in settled:
             structures.append(tree.flatten(value, leaves))
+        if self.effects:
+            self.chain.begin()
+            leaves.append(self.chain.start)
         return structures, leaves
 
     def promote(self, name: str, before: Any, after: Any) -> Any:
@@ -340,7 +389,8 @@ class Loop:
         for number, out in zip(found.places, outs):
             if number in found.changed:
                 weaver.preserve(started[number], found.mark)
-            leaves[number] = started[number].copy_(out) if number in found.changed else out
+                out = write_back(started[number], out, quietly(found.inside[number], found.arm))
+            leaves[number] = out
         self.finish(structures, leaves, started)
         return self.stand_ins(found.arm, {id(found.inside[n]): started[n] for n in found.places}, started, leaves, found.last)
 
@@ -351,6 +401,7 @@ class Loop:
                 mark_number(one)
         rest = iter(leaves)
         self.set([tree.unflatten(structure, rest) for structure in structures])
+        self.chain.end = leaves[-1] if self.effects else self.chain.start
 
     def trace(self, structures: list[Any], leaves: list[Any]) -> Traced:
         """Trace the test and one round, as graphs over (carried..., operands...); their nodes are left behind `mark`."""
@@ -368,13 +419,16 @@ class Loop:
         rest = iter(inside)
         self.set([tree.unflatten(structure, rest) for structure in structures])
         first = weaver.mark()
+        self.chain.end = inside[-1] if self.effects else self.chain.start
         tested = weaver.node(self.tested())
         tests = weaver.since(first)
         if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in tests):
             raise Unsupported("`while` on a tensor", f"its test changes a tensor in place; {LOOP_WAY_OUT}", self.site.line)
+        if any(node.target in ORDERED for node in tests):
+            raise Unsupported("`while` on a tensor", "its test prints, checks or waits; do that in the body", self.site.line)
         second = weaver.mark()
         arm = self.round(inside)
-        last = [leaf for value in self.values() for leaf in leaves_of(value)]
+        last = [leaf for value in self.values() for leaf in leaves_of(value)] + ([self.chain.end] if self.effects else [])
         copies = arm.copies()
         after = [copies.get(id(leaf), leaf) for leaf in last]
         self.refuse_aliases(arm, {id(inside[number]): number for number in places}, started, after)
@@ -395,7 +449,8 @@ class Loop:
         """What is behind the loop stands for what was before it (no round may run) and for what the last round left."""
         origins = origins_in(arm, self.weaver.shared)
         found = []
-        for start, leaf, value in zip(started, leaves, last):
+        count = len(leaves) - self.effects
+        for start, leaf, value in zip(started[:count], leaves, last):
             if isinstance(leaf, Tensor) and leaf is not start:
                 others = [heads.get(id(other), other) for one in tensors_of(value) for other in origins(one)]
                 found.append((leaf, tuple(map(self.outer, (start, *others)))))

@@ -26,10 +26,11 @@ import torch
 
 from ..capture import trace
 from ..capture.lines import raised_by_user
+from ..capture.ordered import CHECK, message_of
 from ..errors import Unsupported
 from .aliases import Shared, origins_in, refuse_other_names, stand_ins
-from .arms import Arm, NoSelect, bottom, depth, guarded, run_arm
-from .branches import Loop, Weaver, branch
+from .arms import Arm, NoSelect, bottom, depth, guarded, quietly, run_arm, write_back
+from .branches import Chain, Loop, Weaver, branch
 from .jumps import RETURNED, VALUE, is_flag
 from .merge import MISSING, Mismatch, Where, merge
 from .numbers import is_number
@@ -117,7 +118,7 @@ def as_predicate(test: Tensor, site: Site) -> Tensor:
     if test.numel() != 1:
         reason = f"its test has {test.numel()} elements (shape {tuple(test.shape)}); say which are meant: `.any()` or `.all()`"
         raise Unsupported(f"`{site.kind}` on a tensor", reason, site.line)
-    test = test.reshape(())
+    test = test.reshape(()) if test.dim() else test
     return test if test.dtype is torch.bool else test != 0
 
 
@@ -189,6 +190,7 @@ class Choice:
         """Return the variables behind the `if`, which they are set to."""
         weaver = Weaver(session().shared) if trace.active() or not transformed() else None
         mark: Any = None if weaver is None else weaver.mark()
+        chain = Chain()
         found: list[Any] = []
         try:
             found = [self.trial(place, guard=True) for place in (0, 1)]
@@ -200,7 +202,7 @@ class Choice:
             if guarded():
                 raise NoSelect(reason)
             session().note(self.site, "a branch", reason)
-            merged = branch(self, mark, weaver)
+            merged = branch(self, mark, weaver, chain)
         else:
             arms = [arm for _, arm in found]
             ops, moved = sum(arm.ops for arm in arms), sum(arm.bytes for arm in arms)
@@ -211,7 +213,7 @@ class Choice:
             for original, new in changed:
                 if weaver is not None:
                     weaver.preserve(bottom(original), mark)
-                original.copy_(new)
+                write_back(original, new, quietly(original, *arms))
         for name, value in merged.items():
             put(self.cells[name], value)
         for made, others in self.shared:
@@ -385,11 +387,17 @@ def compare(site: Site, words: str, left: Any, *operands: Callable[[], Any]) -> 
     return step(left, words.split(","), operands)
 
 
-def assert_(test: Any, site: Site) -> Any:
-    """The test of an `assert`; one on a tensor without a value holds, and the report says that it was not checked."""
+def assert_(test: Any, message: Callable[[], Any] | None, site: Site) -> Any:
+    """The test of an `assert`; one on a tensor without a value is checked when the program runs."""
     if not unknown(test):
         return test
-    session().note(site, "nothing", "a graph does not check it; run under fusejit.disable_jit() to have it checked")
+    weaver = Weaver() if trace.active() else None
+    mark: Any = None if weaver is None else weaver.mark()
+    text, values, lost = message_of(message, site.line)
+    if lost and weaver is not None:
+        weaver.erase(weaver.since(mark))
+    CHECK(None, as_predicate(test, site), text, values)
+    session().note(site, "a check of the graph", lost or "it raises AssertionError where the program runs")
     return True
 
 

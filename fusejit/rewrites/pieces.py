@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from ..capture import trace
-from ..capture.lines import user_line
-from ..capture.ordered import OPS as ORDERED
+from ..capture.ordered import repeating
 from ..errors import Unsupported
 
 Tensor = torch.Tensor
@@ -207,7 +206,7 @@ def differentiated(
 ) -> Sequence[Tensor]:
     """Gradients of the wanted inputs, zeros where the side that ran does not use one; `again`: to be differentiated themselves."""
     leaves = [value if again and value.requires_grad else value.detach().requires_grad_(want) for value, want in zip(inputs, wanted)]
-    with torch.enable_grad():
+    with torch.enable_grad(), repeating():
         results = piece.run(*leaves)
     pairs = [(result, tangent) for result, tangent in zip(results, tangents, strict=True) if result.requires_grad]
     sources = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
@@ -333,11 +332,7 @@ def nodes_after(graph: torch.fx.Graph, mark: torch.fx.Node) -> list[torch.fx.Nod
 
 
 def erase(graph: torch.fx.Graph, nodes: Sequence[torch.fx.Node]) -> None:
-    """Take nodes out that a branch or loop of its own repeats; an op with an effect cannot live there."""
-    for node in nodes:
-        if node.target in ORDERED:
-            reason = "the branch is a graph of its own, where its order would be lost; move it behind the branch"
-            raise Unsupported(f"{node.target} in a branch or loop of the graph", reason, user_line(node))
+    """Take nodes out that a branch or loop of its own repeats."""
     for node in reversed(nodes):
         graph.erase_node(node)
 

@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..capture import tree
+from ..errors import Unsupported
 from .arms import aside, running
 from .branches import Loop, Weaver, is_scalar, untracked
 from .merge import Where, merge
@@ -66,17 +67,7 @@ class Standing(TorchFunctionMode):
         self.made: list[torch.fx.Node] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self.replace(args), **self.replace(kwargs or {}))
-
-    def replace(self, value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            return self.twin(value)
-        if kind is tuple or kind is list:
-            return kind([self.replace(item) for item in value])
-        if kind is dict:
-            return {name: self.replace(item) for name, item in value.items()}
-        return value
+        return func(*tree.map_tensors(self.twin, args), **tree.map_tensors(self.twin, kwargs or {}))
 
     def twin(self, value: Tensor) -> Tensor:
         if hasattr(value, "fake_mode") and not FUNCTORCH.is_functorch_wrapped_tensor(value):
@@ -136,6 +127,9 @@ class RowLoop(Loop):
         with one_row(), self.standing:
             self.set([self.stood(value) for value in outside])
             structures, leaves = self.settle()
+            if self.effects:
+                reason = "the rows of a batch leave the loop one by one, so there is no order; do it behind the loop"
+                raise Unsupported("a print, a check or `depend` in a `while` on a tensor under torch.func", reason, self.site.line)
             found = self.trace(structures, leaves)
             starts = [self.weaver.node(leaves[number]) for number in found.places]
             shared = self.stand_ins(found.arm, {id(found.inside[n]): leaves[n] for n in found.places}, leaves, found.inside, found.last)

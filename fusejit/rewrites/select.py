@@ -191,7 +191,8 @@ class Converter(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)
         if not surely_python(node.test):
-            node.test = self.call(ASSERT, node.test, node.test, self.site("assert", node))
+            said = ast.Constant(None) if node.msg is None else self.later(node.msg)
+            node.test = self.call(ASSERT, node.test, node.test, said, self.site("assert", node))
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:

@@ -14,6 +14,7 @@ from operator import getitem
 from typing import Any
 
 import torch
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ..capture.cut import Region
 from .direct import direct
@@ -25,6 +26,8 @@ def eager(graph: torch.fx.GraphModule) -> Callable[..., Any]:
     A graph that enters autocast or switches gradients on and off puts both back when an op in it raises.
     """
     module = direct(graph)
+    if isinstance(module, _LazyGraphModule):
+        module.real_recompile()
     function = type(module).forward.__get__(module)
     if not switches(graph):
         return function

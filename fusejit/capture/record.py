@@ -1,0 +1,86 @@
+"""Record: write an op into the graph that is being captured, and return its result.
+
+In: the proxy mode of a trace, and the call of an op on fake tensors. Out: what the op returns, tracked as the value of a new node.
+
+    %add : [num_users=1] = call_function[target=torch.ops.aten.add.Tensor](args = (%x, 1), kwargs = {})
+
+torch asks of each op whether it decomposes, can be folded, has symbolic sizes or opaque objects among its arguments, and flattens these
+several times. Nearly all ops have nothing of that: an ATen op that returns one tensor, of fake tensors that the graph has made and of
+Python values. Such a call is written here, in half the time; the node is the one that torch would make. All others torch records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+ATEN = torch.ops.aten
+LITERALS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+SPECIAL = frozenset((ATEN.lift_fresh.default, ATEN.lift_fresh_copy.default, ATEN.lift.default, ATEN.is_nonzero.default))
+"""Ops that hold or ask for the values of a constant."""
+NAMES: dict[Any, str] = {}
+"""By op: what its nodes are called, "" if the op goes torch's way."""
+
+
+class NotPlain(Exception):
+    """An argument that only torch's own recording knows what to do with."""
+
+
+def recording(mode: Any, symbolic: bool) -> Callable[[Any, tuple, dict[str, Any]], Any]:
+    """Return the function that records an op through a proxy mode.
+
+    Args:
+        mode: a `ProxyTorchDispatchMode`, while it is the mode's own turn: its `__torch_dispatch__` is taken as it is now.
+        symbolic: sizes may be symbols, whose nodes torch makes.
+    """
+    import torch.fx.traceback as fx_traceback
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.proxy_tensor import _ProxyTensor, snapshot_fake, track_tensor_tree
+
+    general, tracer = mode.__torch_dispatch__, mode.tracer
+    graph, tracker = tracer.graph, tracer.tensor_tracker
+
+    def place(value: Any) -> Any:
+        kind = type(value)
+        if kind is FakeTensor:
+            slot = tracker.get(value)
+            if slot is None or slot.constant is not None:
+                raise NotPlain
+            return slot.proxy.node
+        if kind in LITERALS:
+            return value
+        if kind is list or kind is tuple:
+            return kind([place(item) for item in value])
+        raise NotPlain
+
+    def record(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name = NAMES.get(func)
+        if name is None:
+            name = NAMES[func] = name_of(func, graph)
+        if not name or symbolic:
+            return general(func, (), args, kwargs)
+        try:
+            given, named = tuple([place(value) for value in args]), {key: place(value) for key, value in kwargs.items()}
+        except NotPlain:
+            return general(func, (), args, kwargs)
+        node = graph.create_node("call_function", func, given, named, name)
+        node.meta["stack_trace"] = fx_traceback.current_meta.get("stack_trace", "")
+        made, proxy = func(*args, **kwargs), torch.fx.Proxy(node, tracer)
+        if type(made) is not FakeTensor:
+            return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+        tracker[made] = _ProxyTensor(proxy, None)
+        node.meta["val"] = snapshot_fake(made)
+        return made
+
+    return record
+
+
+def name_of(func: Any, graph: torch.fx.Graph) -> str:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func in SPECIAL:
+        return ""
+    if torch.Tag.data_dependent_output in func.tags or [str(value.type) for value in func._schema.returns] != ["Tensor"]:
+        return ""
+    return graph._target_to_str(func.overloadpacket.__name__)
