@@ -17,12 +17,14 @@ import torch
 from torch.fx import GraphModule
 
 from . import config
+from .codegen.cats import cats
 from .codegen.cluster import Cluster
 from .codegen.cost import Device, machine
 from .codegen.foreach import foreach
 from .codegen.fuse import fuse
 from .codegen.kernel import Kernel
 from .codegen.lower import Extern, Lowered, lower
+from .codegen.many import many
 from .codegen.pattern import Foreach
 from .codegen.plan import plan
 from .codegen.program import Program, verify
@@ -88,6 +90,8 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     lowered = clock("lower", lower(graph, inputs, RULES))
     note("clusters", lowered)
     fused, unfused = clock("fuse", fuse(lowered, options.jit_level != "O1", device))
+    if options.jit_level != "O1":
+        fused = clock("many", many(cats(fused), device))
     fused = clock("split", split(fused, device))
     if options.jit_level != "O1":
         fused = clock("foreach", foreach(fused, device))

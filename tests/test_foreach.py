@@ -10,12 +10,14 @@ import torch
 from test_codegen import lowered
 from torch.testing import assert_close
 
+import fusejit
 import fusejit.codegen.foreach as grouping
 from fusejit.codegen.cluster import Cluster
 from fusejit.codegen.decompose import _each, _foreach_ops
 from fusejit.codegen.foreach import foreach
 from fusejit.codegen.fuse import fuse as fuse_pass
 from fusejit.codegen.lower import Extern
+from fusejit.codegen.many import many
 from fusejit.codegen.order import predecessors, reads, writes
 from fusejit.codegen.pattern import Foreach, pattern, places
 from fusejit.codegen.plan import Alloc, plan
@@ -415,6 +417,120 @@ def test_each_foreach_op_is_its_namesake(op):
     assert_close(list(_each(op)(*args)), list(op(*args)))
 
 
+# -- reductions --------------------------------------------------------------------------------------------------------------------------
+def clip_foreach(grads, most):
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    torch._foreach_mul_(grads, (most / (total + 1e-6)).clamp(max=1.0))
+    return total
+
+
+def clip_loop(grads, most):
+    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+    scale = (most / (total + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        g.mul_(scale)
+    return total
+
+
+def clip_sum(grads, most):
+    total = sum(g.float().square().sum() for g in grads).sqrt()
+    scale = (most / (total + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        g.mul_(scale.to(g.dtype))
+    return total
+
+
+def clip_hypermap(grads, most):
+    norms = fusejit.HyperMap()(lambda g: torch.linalg.vector_norm(g), tuple(grads))
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    scaled = fusejit.HyperMap()(lambda g: g * (most / (total + 1e-6)).clamp(max=1.0), tuple(grads))
+    for g, made in zip(grads, scaled, strict=True):
+        g.copy_(made)
+    return total
+
+
+CLIPS = [clip_foreach, clip_loop, clip_sum, clip_hypermap]
+LONG = [(33, 7), (16,), (8, 16), (130, 130), (17001,), (2, 64), (1,), ()]
+
+
+@pytest.mark.parametrize(
+    ("clip", "dtype"), [*((clip, torch.float32) for clip in CLIPS), (clip_foreach, torch.bfloat16), (clip_sum, torch.bfloat16)]
+)
+def test_gradients_are_clipped_in_few_launches(clip, dtype, fuse, device):
+    torch.manual_seed(0)
+    grads = [torch.randn(LONG[i % len(LONG)], device=device).to(dtype) for i in range(24)]
+    expected, given = copied([grads])[0], copied([grads])[0]
+    exact = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads]))
+    fused, theirs = fuse(clip, fullgraph=True), clip(expected, 1.0)
+    ours = fused(given, 1.0)
+    assert abs(ours.double() - exact) <= 2 * abs(theirs.double() - exact) + 2 * torch.finfo(dtype).eps * exact
+    assert_close(given, expected, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-7)
+    report = fused.explain(given, 1.0)
+    assert (
+        report.launches <= 9 and not report.externs
+    )  # at worst: pieces, rows and scaling for aligned and odd sizes, single elements, the total
+    parts = [k for k in report.kernels if k.template == "foreach_reduction"]
+    size = sum(g.numel() * g.element_size() for g in grads)
+    assert sum(k.bytes_read for k in parts) <= 1.01 * size and sum(k.bytes_written for k in report.kernels) <= 1.01 * size
+    assert re.search(r"each_\S+  foreach_reduction of \d+  reads", str(report))
+
+
+@pytest.mark.parametrize("name", ["sum", "prod", "amax", "amin", "any", "all"])
+def test_reductions_of_many_tensors(name, fuse, device):
+    sizes = [3, 7, 12288, 20000, 64, 5]
+    xs = [(torch.rand(n, device=device) - 0.5) * (2 if name != "prod" else 1e-3) + (name == "prod") for n in sizes]
+    if name in ("any", "all"):
+        xs = [x > (0.999 if i % 2 else 2) if name == "any" else x > -2 + 1.002 * (i % 2) for i, x in enumerate(xs)]
+    f = lambda *xs: [getattr(x, name)() for x in xs]  # noqa: E731
+    fused = fuse(f, fullgraph=True)
+    for ours, theirs in zip(fused(*xs), f(*xs), strict=True):
+        assert_close(ours, theirs)
+    assert [k.template for k in fused.explain(*xs).kernels].count("foreach_reduction") in (1, 2)
+
+
+def test_several_results_of_each_tensor_and_nan(fuse, device):
+    def f(*xs):
+        return [(x.square().sum() * 2 + x.amax(), x.amax()) for x in xs]
+
+    xs = [torch.randn(n, device=device) for n in (20000, 33, 17000)]
+    xs[1][4] = float("nan")
+    fused = fuse(f, fullgraph=True)
+    for ours, theirs in zip(fused(*xs), f(*xs), strict=True):
+        assert_close(ours, theirs, equal_nan=True)
+    assert [k.tensors for k in fused.explain(*xs).kernels] == [3, 3]
+
+
+def test_reductions_that_need_each_other_are_apart(fuse, device):
+    def f(x, y):
+        return (y * x.sum()).sum()
+
+    x, y = torch.randn(30, device=device), torch.randn(40, device=device)
+    assert_close(fuse(f)(x, y), f(x, y), rtol=1e-4, atol=1e-5)
+    assert groups_of_many(f, x, y) == []
+    assert groups_of_many(lambda x, y: (x.sum(), y.sum()), x, y) == [2]
+    assert groups_of_many(lambda x, y: (x.sum(), (x - x.mean()).square().sum()), x, y) == []  # two passes, one after the other
+
+
+def groups_of_many(f, *args):
+    return [len(s.members) for s in many(fuse_pass(lowered(f, *args))[0]).steps if isinstance(s, Foreach)]
+
+
+def test_many_pieces_are_written_where_a_cat_wants_them(fuse, device):
+    xs = [torch.randn(n, 3, device=device) for n in range(1, 21)]
+    f = lambda *xs: torch.cat([x * 2 if n % 4 else x for n, x in enumerate(xs)])  # noqa: E731
+    fused = fuse(f, fullgraph=True)
+    assert torch.equal(fused(*xs), f(*xs))
+    report = fused.explain(*xs)
+    assert not report.externs and report.launches == 2  # what is computed, and what is copied
+    kept = lambda *xs: (torch.cat(made := [x * 2 for x in xs]), *made)  # noqa: E731
+    fused = fuse(kept, fullgraph=True)
+    for ours, theirs in zip(fused(*xs), kept(*xs), strict=True):
+        assert torch.equal(ours, theirs)
+    assert [e.target for e in fused.explain(*xs).externs] == ["aten.cat.default"]
+    columns = lambda *xs: torch.cat([x.t() * 2 for x in xs], 1)  # noqa: E731
+    assert torch.equal(fuse(columns)(*xs), columns(*xs))
+
+
 # -- compiled for a GPU --------------------------------------------------------------------------------------------------------------------
 def test_compiled_for_a_gpu_accesses_stay_wide(sm_90):
     shapes = [(256, 256), (256,), (512, 260), (1000, 40)] * 6
@@ -425,3 +541,12 @@ def test_compiled_for_a_gpu_accesses_stay_wide(sm_90):
     each = kernel.schedule["XBLOCK"] // (32 * kernel.num_warps) // 4  # 16-byte accesses a thread and tensor
     assert each >= 1 and kernel.wide_loads >= 4 * each and kernel.wide_stores >= 3 * each
     assert kernel.compiled.seconds < 60
+
+
+def test_reductions_compiled_for_a_gpu_read_wide(sm_90):
+    shapes = [(256, 256), (256,), (512, 512), (1000, 40)] * 6
+    grads = [torch.empty(s) for s in shapes]
+    kernels = sm_90(clip_loop, (grads, torch.tensor(1.0))).kernels
+    parts = [k for k in kernels if k.template == "foreach_reduction"]
+    assert len(kernels) == 4 and len(parts) == 2 and all(k.n_spills == 0 for k in kernels)
+    assert parts[0].wide_loads >= parts[0].schedule["RBLOCK"] // (32 * parts[0].num_warps) // 4

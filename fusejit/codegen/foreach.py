@@ -5,7 +5,8 @@ In: fused clusters. Out: the same program with independent clusters of one patte
     200 x (p, m, v = adamw(p, g, m, v, lr, step))   ->   foreach of 119, foreach of 81
 
 Which clusters: one line of memory (contiguous operands of any rank, uniform strides, single elements such as a learning rate), the same
-expression in the same dtypes and with the same constants, no path between them. What needs two axes, and reductions, stay as they are.
+expression in the same dtypes and with the same constants, no path between them. What needs two axes, and reductions of rows, stay as they
+are; reductions of whole tensors are grouped by many.py.
 
 How a program of the kernel finds its tensor was decided by compiling the alternatives for sm_90 (119 tensors, AdamW, Triton 3.7):
 
@@ -40,19 +41,20 @@ WIDE = 16  # bytes of the widest access
 FEW = 512  # elements a multiprocessor, of which a launch costs more than narrow accesses do
 
 Step = Cluster | Extern | Foreach
+Row = tuple[int, Pattern]  # the number of a step, and its pattern
 
 
 def foreach(lowered: Lowered, device: Device | None = None) -> Lowered:
     """Return the program with its groups joined. No order between steps is lost, and none becomes circular."""
-    return _Grouping(lowered, device or machine()).run()
+    return Grouping(lowered, device or machine()).run()
 
 
-class _Grouping:
+class Grouping:
     """Steps by number; `above` holds what must run before each one as a bit set, kept true while groups form."""
 
     def __init__(self, lowered: Lowered, device: Device) -> None:
         self.lowered, self.buffers, self.device = lowered, lowered.buffers, device
-        self.steps: list[Cluster | Extern] = [s for s in lowered.steps if not isinstance(s, Foreach)]
+        self.steps: list[Step] = list(lowered.steps)
         self.before = predecessors(self.steps, self.buffers)
         self.above: list[int] = []
         for found in self.before:
@@ -72,13 +74,17 @@ class _Grouping:
                     groups.append(group)
         return replace(self.lowered, steps=tuple(self.ordered(groups)))
 
-    def patterns(self) -> dict[tuple[object, bool], list[tuple[int, Pattern]]]:
+    def wanted(self, step: Step) -> bool:
+        """Whether a step may join a group here."""
+        return isinstance(step, Cluster) and not step.reduce and self.small(step)
+
+    def patterns(self) -> dict[tuple[object, bool], list[Row]]:
         """Return the steps of each pattern, in order; those whose every element lies in a 16-byte access apart from the others."""
         known = places(self.buffers)
-        found: dict[tuple[object, bool], list[tuple[int, Pattern]]] = {}
+        found: dict[tuple[object, bool], list[Row]] = {}
         single: list[int] = []
         for i, step in enumerate(self.steps):
-            row = pattern(step, known) if isinstance(step, Cluster) and self.small(step) else None
+            row = pattern(step, known) if isinstance(step, Cluster) and self.wanted(step) else None
             if row is not None and row.size > 1:
                 found.setdefault((self.key(row), self.aligned(row)), []).append((i, row))
             elif row is not None:
@@ -108,10 +114,10 @@ class _Grouping:
         sizes = [(self.buffers[b].dtype.itemsize, at) for (b, at), s in zip(row.operands, row.strides, strict=True) if s != 0]
         return all(row.size * size % WIDE == 0 and at * size % WIDE == 0 for size, at in sizes)
 
-    def gather(self, found: list[tuple[int, Pattern]]) -> tuple[list[tuple[int, Pattern]], list[tuple[int, Pattern]]]:
+    def gather(self, found: list[Row]) -> tuple[list[Row], list[Row]]:
         """Return the first steps that can be one launch, and the others."""
-        group: list[tuple[int, Pattern]] = []
-        rest: list[tuple[int, Pattern]] = []
+        group: list[Row] = []
+        rest: list[Row] = []
         members = union = held = 0
         pointers: set[str] = set()
         for i, row in found:
@@ -128,7 +134,7 @@ class _Grouping:
             pointers |= more
         return group, rest
 
-    def join(self, group: list[tuple[int, Pattern]]) -> None:
+    def join(self, group: list[Row]) -> None:
         """Let everything above or below one member be above or below all of them."""
         members = sum(1 << i for i, _ in group)
         union = 0
@@ -140,13 +146,12 @@ class _Grouping:
         for i, _ in group:
             self.above[i] = union
 
-    def ordered(self, groups: list[list[tuple[int, Pattern]]]) -> list[Step]:
+    def ordered(self, groups: list[list[Row]]) -> list[Step]:
         """Return the steps in an order that respects every dependency, a group in the place of its first member if it can be."""
         place = {i: group[0][0] for group in groups for i, _ in group}
-        made: dict[int, Step] = {i: step for i, step in enumerate(self.steps) if place.get(i, i) == i}
+        made: dict[int, tuple[Step, ...]] = {i: (step,) for i, step in enumerate(self.steps) if place.get(i, i) == i}
         for group in groups:
-            members = [s for s in (self.steps[i] for i, _ in group) if isinstance(s, Cluster)]
-            made[group[0][0]] = Foreach(tuple(members), tuple(row for _, row in group))
+            made[group[0][0]] = self.launches(group)
         waiting: dict[int, set[int]] = {i: set() for i in made}
         followers: dict[int, set[int]] = {i: set() for i in made}
         for i, found in enumerate(self.before):
@@ -155,13 +160,20 @@ class _Grouping:
                 waiting[other].add(one)
                 followers[one].add(other)
         ready = [i for i, found in waiting.items() if not found]
-        done = []
+        done: list[Step] = []
         while ready:
             i = heapq.heappop(ready)
-            done.append(made[i])
+            done += made[i]
             for k in followers[i]:
                 waiting[k].discard(i)
                 if not waiting[k]:
                     heapq.heappush(ready, k)
-        assert len(done) == len(made), "grouping made a cycle"
+        assert len(done) == sum(map(len, made.values())), "grouping made a cycle"
         return done
+
+    def launches(self, group: list[Row]) -> tuple[Step, ...]:
+        """Return the steps that do what the members of a group do."""
+        return (Foreach(self.members(group), tuple(row for _, row in group)),)
+
+    def members(self, group: list[Row]) -> tuple[Cluster, ...]:
+        return tuple(s for s in (self.steps[i] for i, _ in group) if isinstance(s, Cluster))

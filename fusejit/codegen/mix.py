@@ -16,10 +16,11 @@ from .cluster import Cluster, Expr, Reduce, Store, load, reduction, view
 from .cost import Device
 from .layout import contiguous, permute, strided
 from .lower import Buffer
+from .pattern import SPLITTABLE
 from .peel import peel
 from .schedule import order, refused_walk, schedule
 from .size import product
-from .split import SPLITTABLE, combined
+from .split import combined
 
 MUCH = 8  # partial results, written and read again, stay below a quarter of what the rows move
 

@@ -19,24 +19,27 @@ from .lower import Buffer, Extern, Lowered
 from .pattern import Foreach
 
 
-def reads(step: Cluster | Extern) -> frozenset[str] | set[str]:
+def reads(step: Cluster | Extern | Foreach) -> frozenset[str] | set[str]:
     return step.reads if isinstance(step, Extern) else set(step.reads)
 
 
-def writes(step: Cluster | Extern) -> set[str]:
+def writes(step: Cluster | Extern | Foreach) -> set[str]:
     return {name for name in step.outputs if name} if isinstance(step, Extern) else set(step.writes)
 
 
-def predecessors(steps: Sequence[Cluster | Extern], buffers: dict[str, Buffer]) -> list[set[int]]:
+def predecessors(steps: Sequence[Cluster | Extern | Foreach], buffers: dict[str, Buffer]) -> list[set[int]]:
     """Return, for each step, the steps that must run before it: producers of what it reads, readers of what it overwrites."""
-    producer = {name: i for i, step in enumerate(steps) for name in writes(step)}
+    producers: dict[str, set[int]] = {}  # several, where each writes a part of the buffer
+    for i, step in enumerate(steps):
+        for name in writes(step):
+            producers.setdefault(name, set()).add(i)
     readers: dict[str, set[int]] = {}
     for i, step in enumerate(steps):
         for name in reads(step):
             readers.setdefault(name, set()).add(i)
     result = []
     for i, step in enumerate(steps):
-        found = {producer[name] for name in reads(step) if name in producer}
+        found = {k for name in reads(step) for k in producers.get(name, ())}
         for name in writes(step):
             target = buffers[name].written_to
             found |= readers.get(target, set()) if target else set()

@@ -1,6 +1,7 @@
-"""Patterns: what a pointwise cluster computes, up to the names, sizes and offsets of its buffers; and `Foreach`, clusters of one pattern.
+"""Patterns: what a cluster computes along one line of memory, whatever its buffers and sizes; and `Foreach`, clusters of one pattern.
 
-In: a cluster. Out: its `Pattern`, or None where its memory is not one line. Expressions are interned, so equal patterns have equal keys.
+In: a pointwise cluster, or one that reduces all that it reads. Out: its `Pattern`, or None where its memory is not one line.
+Expressions are interned, so equal patterns have equal keys.
 
     p (33,7) -= 0.1 * g (33,7)      key  in0 = sub(load in0, mul(load in1, 0.1))      operands p+0 g+0      size 231
     q (8,16) -= 0.1 * h (8,16)      the same key                                      operands q+0 h+0      size 128
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .cluster import Cluster, Expr, Iota, Load, Random, Store, load, rewrite
+from .cluster import Cluster, Expr, Iota, Load, Random, Reduce, Store, load, postorder, rewrite
 from .layout import Layout, permute, strided
 from .size import product
 
 LINE = (2,)  # the extent that stands for every size
+SPLITTABLE = {"sum", "prod", "amax", "amin", "any", "all"}  # reductions that are made of those of their pieces
 Place = tuple[str, int]  # a buffer and an offset in it
 
 
@@ -45,7 +47,12 @@ class Pattern:
 
         values = rewrite([value for _, value, _, _ in self.key], visit)
         stores = (Store(name, wide(at), value, dtype) for (name, _, dtype, at), value in zip(self.key, values, strict=True))
-        return Cluster((block,), (), tuple(stores))
+        return Cluster(() if self.reduces else (block,), (block,) if self.reduces else (), tuple(stores))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the line is reduced."""
+        return any(isinstance(node, Reduce) for node in postorder([value for _, value, _, _ in self.key]))
 
 
 def places(buffers: Mapping[str, Any]) -> dict[str, Place]:
@@ -54,11 +61,11 @@ def places(buffers: Mapping[str, Any]) -> dict[str, Place]:
 
 
 def pattern(cluster: Cluster, known: Mapping[str, Place], strides: tuple[int, ...] | None = None) -> Pattern | None:
-    """Return a cluster's pattern; None for reductions, numbered or indexed elements, and memory that needs two axes.
+    """Return a cluster's pattern; None for rows, numbered or indexed elements, and memory that needs two axes.
 
     A single element has every stride: `strides` names those of the pattern that it is compared with, otherwise they are 1.
     """
-    flat = _line(cluster)
+    flat = line(cluster)
     if flat is None:
         return None
     size = product(flat.axes)
@@ -98,28 +105,42 @@ class _Roles:
         return load(name, layout, node.dtype)
 
 
-def _line(cluster: Cluster) -> Cluster | None:
-    """Return a pointwise cluster over one axis or none, if every operand runs through memory in the same order."""
-    if cluster.reduce or cluster.programs or any(s.mode or s.index for s in cluster.stores):
+def line(cluster: Cluster) -> Cluster | None:
+    """Return a cluster over one axis or none, if every operand runs through memory in the same order."""
+    if cluster.programs or any(s.mode or s.index for s in cluster.stores) or cluster.reduce and not _whole(cluster):
         return None
     for node in cluster.order:
         if isinstance(node, (Iota, Random)) or isinstance(node, Load) and (node.index or node.mask is not None):
             return None
-    strides = cluster.stores[0].layout.strides
+    leaf = next((n.layout for n in cluster.order if isinstance(n, Load) and cluster.full[n]), None)
+    strides = (cluster.stores[0].layout if leaf is None or not cluster.reduce else leaf).strides
     if strides is None:
         return None
     axes = cluster.axes
     order = sorted(range(len(axes)), key=lambda axis: -abs(strides[axis]))
-    flat = cluster.map(permute(axes, order), [axes[a] for a in order], []).coalesced
+    turned = [axes[a] for a in order]
+    flat = cluster.map(permute(axes, order), *(([], turned) if cluster.reduce else (turned, []))).coalesced
     return flat if len(flat.axes) <= 1 else None
+
+
+def _whole(cluster: Cluster) -> bool:
+    """Whether a cluster reduces all that it reads at once, to results that pieces of it can be combined to."""
+    ops = {node.op for node in cluster.order if isinstance(node, Reduce)}
+    along = any(cluster.full[s.value] or any(s.layout.strides or ()) for s in cluster.stores)
+    one = product(cluster.parallel) == 1 and max(cluster.levels.values(), default=0) == 1
+    return one and ops <= SPLITTABLE and not along
 
 
 @dataclass(frozen=True)
 class Foreach:
-    """Clusters of one pattern, independent of each other, that run as one launch. Their patterns are `rows`."""
+    """Clusters of one pattern, independent of each other, that run as one launch. Their patterns are `rows`.
+
+    `chunk`: of reductions, how many elements a program takes; where that is not a whole row it writes a partial result.
+    """
 
     members: tuple[Cluster, ...]
     rows: tuple[Pattern, ...]
+    chunk: int = 0
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
@@ -128,6 +149,10 @@ class Foreach:
     @cached_property
     def stores(self) -> tuple[Store, ...]:
         return tuple(store for member in self.members for store in member.stores)
+
+    @cached_property
+    def writes(self) -> dict[str, Store]:
+        return {store.buffer: store for store in self.stores}
 
     @cached_property
     def reads(self) -> dict[str, tuple[Load, ...]]:

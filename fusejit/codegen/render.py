@@ -61,7 +61,7 @@ def finish(
     pointers = tuple(STORAGE[buffers[a].dtype].pointer for a in arguments)
     pointers += tuple("fp64" if name in scope().floats else "i64" if fields.get("wide") else "i32" for name in sizes)
     model, now = (hinted(step), hinted_buffers(buffers, (*step.reads, *step.writes))) if isinstance(step, Cluster) else (step, buffers)
-    order = step.order if isinstance(step, Cluster) else step.members[0].order
+    order = step.order if isinstance(step, Cluster) else step.rows[0].body(2).order
     # the text alone does not tell float32 from float64, nor one tile size from another
     name = f"{_kernel_name(order, tiles)}_{hashlib.sha256(repr((body, tiles, pointers)).encode()).hexdigest()[:8]}"
     return Kernel(
@@ -90,6 +90,7 @@ def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
         "pointwise_2d": "tile",
         "pointwise": "flat",
         "foreach": "each",
+        "foreach_reduction": "each",
     }[tiles.template]
     return "_".join([short, *list(dict.fromkeys(words))[:6]]) if words else f"{short}_copy"
 

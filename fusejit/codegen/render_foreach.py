@@ -8,11 +8,14 @@ In: clusters of one pattern. Out: `Kernel`. The body is written once; each progr
     x = (program - first) * XBLOCK + tl.arange(0, XBLOCK)
     xmask = x < size
     tl.store(in0 + (x), tl.load(in0 + (x), xmask) - tl.load(in1 + (x), xmask), xmask)
+
+A reduction walks through `chunk` elements in a loop; where a tensor has more, its programs write one partial result each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from .cluster import Load
 from .cost import Device, Schedule, machine
@@ -30,32 +33,39 @@ LINE = 120
 def render_foreach(group: Foreach, buffers: dict[str, Buffer], numerics: str = "fast", device: Device | None = None) -> Kernel:
     """Return the kernel of a group."""
     tiles = tile(group, device or machine())
-    block = tiles["XBLOCK"]
+    block, each = tiles.blocks[-1][1], group.chunk or tiles.blocks[-1][1]
     masked = any(row.size % block for row in group.rows)
-    body = group.rows[0].body(block + masked)
+    body = group.rows[0].body(2 * block + masked)
     names = [s.buffer for s in body.stores] + [n.buffer for n in body.order if isinstance(n, Load)]
     roles = {int(name.lstrip("inout")): name for name in names}
     columns, parameters = _parameters(group, [roles[number] for number in range(len(roles))])
     memory = {roles[number]: buffers[buffer] for number, (buffer, _) in enumerate(group.rows[0].operands)}
     memory = {role: Buffer(role, b.shape, b.strides, b.dtype, b.device) for role, b in memory.items()}
-    writer = Writer(body, tiles, memory, {role: role for role in memory}, numerics)
+    partial = {s.buffer for s in body.stores} if any(row.size > each for row in group.rows) else set()
+    pointers = {role: role + (" + program" if group.chunk and role in partial else "") for role in memory}
+    writer = Writer(body, tiles, memory, pointers, numerics)
     table, first = [], 0
     for row in group.rows:
         places = [row.operands[number] for number in columns]
         table.append([first, row.size, *(parameters[buffer] + (f" + {at}" if at else "") for buffer, at in places)])
-        first += -(-row.size // block)
+        first += -(-row.size // each)
     fields = {
         **writer.write(),
         "note": f"{len(group.rows)} tensors: {writer.note(group.lines)}",
         "params": list(_wrapped(parameters.values())),
         "table": _lookup(table, ", ".join(["first", "size", *(roles[number] for number in columns)])),
         "masked": masked,
+        "chunk": group.chunk,
     }
+    tiles = replace(tiles, template="foreach_reduction") if group.chunk else tiles
     return finish(group, tiles, fields, buffers, tuple(parameters), (first, 1, 1), numerics, False)
 
 
 def tile(group: Foreach, device: Device) -> Schedule:
-    """Return how many elements a program takes: many, since it first walks through all rows."""
+    """Return how many elements a program, or one iteration of a reduction, takes: many, since it first walks through all rows."""
+    if group.chunk:
+        block = min(2048 if sum(s != 0 for s in group.rows[0].strides) > 2 else 4096, max(16, group.chunk))
+        return Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", block)), max(1, block // 512))
     total = sum(row.size for row in group.rows)
     tensors = sum(s != 0 for s in group.rows[0].strides)
     block = next((b for b in ((2048,) if tensors <= MANY else ()) + (1024, 512) if total >= 2 * device.sms * b), 256)

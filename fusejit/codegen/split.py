@@ -21,13 +21,12 @@ from .layout import Affine, contiguous, strided
 from .lower import Buffer, Extern, Lowered
 from .online import Shifted, corrected, in_one_pass, of_piece, residual, shifted, with_count
 from .ops import INDEX_IDENTITY, OPS
-from .pattern import Foreach
+from .pattern import SPLITTABLE, Foreach
 from .scans import scans
 from .schedule import column_reduction, columns_at_once
 from .size import product
 
 LONG = {True: 2048, False: 16384}  # elements a result, from which it pays: {column reduction: rows, row reduction: columns}
-SPLITTABLE = {"sum", "prod", "amax", "amin", "any", "all"}
 PLACES = {"argmax": "amax", "argmin": "amin"}  # a partial result is a value and its place
 
 
@@ -92,7 +91,7 @@ def _steps(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list[Cl
     """Return the reduction of the pieces, that of the partial results, and what is left to do along the row."""
     pieces = -(-product(cluster.reduce) // length)
     even = pieces * length == product(cluster.reduce)
-    wide = cluster.reshape(cluster.parallel, (pieces, length)) if even else _padded(cluster, pieces, length)
+    wide = cluster.reshape(cluster.parallel, (pieces, length)) if even else padded(cluster, pieces, length)
     level = {n: wide.levels[n] for n in wide.order if isinstance(n, Reduce)}
     found = {n: s for n, at in level.items() if at == 2 and (s := shifted(n)) is not None}
     taken = [n for n, at in level.items() if at == 1 or n in found]
@@ -120,7 +119,7 @@ def _reduces(cluster: Cluster) -> list[Expr]:
     return [n for n in cluster.order if isinstance(n, Reduce)]
 
 
-def _padded(cluster: Cluster, pieces: int, length: int) -> Cluster:
+def padded(cluster: Cluster, pieces: int, length: int) -> Cluster:
     """Return the cluster over pieces that do not divide the row: what lies behind its end is neither read nor counted."""
     (columns,) = cluster.reduce
     rank = len(cluster.parallel)
