@@ -25,6 +25,7 @@ from .codegen.fuse import fuse
 from .codegen.kernel import Kernel
 from .codegen.lower import Extern, Lowered, lower
 from .codegen.many import many
+from .codegen.order import in_memory
 from .codegen.pattern import Foreach
 from .codegen.plan import plan
 from .codegen.program import Program, verify
@@ -95,6 +96,7 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     fused = clock("split", split(fused, device))
     if options.jit_level != "O1":
         fused = clock("foreach", foreach(fused, device))
+    fused = in_memory(fused)
     note("fused", fused)
     kernels, tuned = clock("render", _kernels(fused, options, device))
     steps = clock("plan", plan(fused, kernels))

@@ -148,7 +148,7 @@ def _half(half: Half) -> list[str]:
         lines.append(f"{kernel.name}  {template}  reads {_bytes(kernel.bytes_read)}, writes {_bytes(kernel.bytes_written)}")
         lines.append(f"    {kernel.schedule}; grid {' x '.join(map(str, kernel.grid))}")
         lines += [f"    {', '.join(ops)}{'  ' if line else ''}{line}" for line, ops in _by_line(kernel.ops)]
-    lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") for e in half.called]
+    lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") + (f": {e.why}" if e.why else "") for e in half.called]
     lines += [f"schedule of {line}" for line in half.tuned]
     lines += [f"CUDA graph: {half.recorded}"] if half.recorded else []
     lines += [f"not fused: {u}" for u in half.unfused]

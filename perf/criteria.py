@@ -66,7 +66,7 @@ def accesses(ptx: str) -> tuple[dict[int, Access], dict[int, Access]]:
         if op.startswith("ld.param"):
             target, number = re.match(r"(%\w+), \[\w+_param_(\d+)\]", rest).groups()  # type: ignore[union-attr]
             of[target] = int(number)
-        elif op.startswith(("ld.global", "st.global")):
+        elif op.startswith(("ld.global", "st.global", "atom.global", "red.global")):
             address = re.search(r"\[\s*(%\w+)", rest)
             if address and address[1] in of:
                 (loads if op.startswith("ld") else stores).setdefault(of[address[1]], Access()).add(_width(op))
@@ -177,7 +177,7 @@ def passes(k: Kernel) -> int:
     columns = product(cluster.reduce)
     whole = [n for loads in cluster.reads.values() for n in loads if _whole(n, cluster)]
     row = columns * sum(n.dtype.itemsize for n in {(n.buffer, n.layout): n for n in whole}.values())
-    sums = 4 * columns * sum(bool(s.mode) for s in cluster.stores)
+    sums = 4 * columns * sum(s.reduces for s in cluster.stores)
     levels = max(cluster.levels.values())
     upright = any(fast_axis(n.layout.strides, cluster.axes) in range(len(cluster.parallel)) for n in whole)
     if k.template == "reduction_looped" and (columns > LONGEST or upright):

@@ -77,7 +77,13 @@ def is_view(node: Any) -> bool:
         return False
     schema = node.target._schema
     returns = schema.returns[0].alias_info if len(schema.returns) == 1 else None
-    return returns is not None and not schema.is_mutable and "*" not in returns.after_set and isinstance(node.args[0], torch.fx.Node)
+    if returns is None or schema.is_mutable or "*" in returns.after_set or not isinstance(node.args[0], torch.fx.Node):
+        return False
+    made, source = node.meta.get("val"), node.args[0].meta.get("val")
+    if not (isinstance(made, Tensor) and isinstance(source, Tensor)):
+        return True
+    # what may be a view is none here where it copied: a cast, a reshape or a `contiguous` that had to move something
+    return made.untyped_storage()._cdata == source.untyped_storage()._cdata
 
 
 def split_views(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule | None]:

@@ -8,9 +8,8 @@ In: two clusters. Out: the same two with equal (parallel, reduce), every value t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-from .cluster import Cluster, Expr, Load, cast, compute, const, rewrite
+from .cluster import Cluster, Expr, Load, cast, compute, const
 from .layout import Affine, permute
 from .size import divide, hint, product
 
@@ -189,6 +188,5 @@ def join(a: Cluster, b: Cluster) -> Cluster:
         value = cast(made[node.buffer], node.dtype)
         return value if node.mask is None else compute("where", node.mask, value, const(node.fill, node.dtype), dtype=node.dtype)
 
-    values = rewrite([s.value for s in b.stores], visit)
-    stores = (*a.stores, *(replace(s, value=v) for s, v in zip(b.stores, values, strict=True)))
+    stores = (*a.stores, *b.rewritten(visit).stores)
     return Cluster(a.parallel, a.reduce, stores, tuple(dict.fromkeys((*a.lines, *b.lines))))

@@ -270,7 +270,7 @@ class Store:
 
     `mode` is "", "atomic_add", or a reduction. In a cluster with `programs` each of them then writes one partial result, of all its rows,
     behind those of the programs before it; in one without, each segment of a row gets its own (see `Cluster.segments`). `index` adds
-    computed coordinates (scatter).
+    computed coordinates (scatter): the other elements stay as they are in `onto`, the buffer whose memory `buffer` takes over.
     """
 
     buffer: str
@@ -279,6 +279,12 @@ class Store:
     dtype: torch.dtype
     mode: str = ""
     index: tuple[tuple[Expr, int], ...] = ()
+    onto: str = ""
+
+    @property
+    def reduces(self) -> bool:
+        """Whether what is written is a reduction of several values."""
+        return self.mode not in ("", "atomic_add")
 
 
 @dataclass(frozen=True)
@@ -312,7 +318,12 @@ class Cluster:
     @cached_property
     def order(self) -> tuple[Expr, ...]:
         """Every node of every store, operands first."""
-        return tuple(postorder([r for s in self.stores for r in (s.value, *(e for e, _ in s.index))]))
+        return tuple(postorder(self.roots))
+
+    @property
+    def roots(self) -> list[Expr]:
+        """What the stores write, and where."""
+        return [r for s in self.stores for r in (s.value, *(e for e, _ in s.index))]
 
     @property
     def leaves(self) -> list[Load | Iota]:
@@ -371,7 +382,7 @@ class Cluster:
     def segments(self) -> int:
         """How many reduce axes, the leading ones, number the segments of a row: those along which a reducing store runs."""
         split = len(self.parallel)
-        found = [s.layout.strides or () for s in self.stores if s.mode not in ("", "atomic_add") and not self.programs]
+        found = [s.layout.strides or () for s in self.stores if s.reduces and not self.programs]
         return max((axis - split + 1 for strides in found for axis in range(split, len(strides)) if strides[axis]), default=0)
 
     @property
@@ -390,14 +401,19 @@ class Cluster:
 
     def map(self, change: View, parallel: Sequence[int], reduce: Sequence[int]) -> Cluster:
         """Return the cluster with its axes seen through `change`."""
-        roots = [r for s in self.stores for r in (s.value, *(e for e, _ in s.index))]
-        new = dict(zip(roots, view(roots, change), strict=True))
+        new = dict(zip(self.roots, view(self.roots, change), strict=True))
         stores = []
         for store in self.stores:
             layout, rest = apply(store.layout, change)
             index = (*((new[e], stride) for e, stride in store.index), *((computed(t), t.stride) for t in rest))
             stores.append(replace(store, layout=layout, value=new[store.value], index=index))
         return replace(self, parallel=tuple(parallel), reduce=tuple(reduce), stores=tuple(stores))
+
+    def rewritten(self, visit: Callable[[Expr], Expr]) -> Cluster:
+        """Return the cluster with `visit` applied to every node of its expressions, operands first."""
+        new = dict(zip(self.roots, rewrite(self.roots, visit), strict=True))
+        at = lambda s: tuple((new[e], stride) for e, stride in s.index)  # noqa: E731
+        return replace(self, stores=tuple(replace(s, value=new[s.value], index=at(s)) for s in self.stores))
 
     @cached_property
     def coalesced(self) -> Cluster:
@@ -435,5 +451,6 @@ class Cluster:
             if isinstance(node, Load):
                 note = (" indirect" if node.index else "") + (" masked" if node.mask is not None else "")
                 lines.append(row("load", node.buffer, node.layout, node.dtype, note))
-        lines += [row("store", s.buffer, s.layout, s.dtype, " " + s.mode if s.mode else "") for s in self.stores]
+        for s in self.stores:
+            lines.append(row("store", s.buffer, s.layout, s.dtype, " indirect" * bool(s.index) + (" " + s.mode if s.mode else "")))
         return "\n".join(lines)

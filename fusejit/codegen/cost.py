@@ -157,7 +157,7 @@ def estimate(cluster: Cluster, tiles: Schedule, device: Device, memory: float, a
     threads = 32 * tiles.num_warps
     each = max(1, tile // threads)
     looped = "RBLOCK" in blocks and blocks["RBLOCK"] < columns
-    live = live_values(cluster, looped) if not tiles.keep else kept_values(cluster) + sum(bool(s.mode) for s in cluster.stores)
+    live = live_values(cluster, looped) if not tiles.keep else kept_values(cluster) + sum(s.reduces for s in cluster.stores)
     registers = FIXED + int(each * live)
     most = min(255, device.registers // threads)
     fit = min(32, 64 // tiles.num_warps, device.registers // (registers * threads)) if registers <= most else 0
@@ -175,7 +175,7 @@ def estimate(cluster: Cluster, tiles: Schedule, device: Device, memory: float, a
 
 def live_values(cluster: Cluster, looped: bool) -> int:
     """Return how many values of its tile a thread keeps at once: those held across reductions, or accumulators, and column sums."""
-    sums = sum(bool(s.mode) for s in cluster.stores)
+    sums = sum(s.reduces for s in cluster.stores)
     reduces = sum(isinstance(n, Reduce) for n in cluster.order)
     return sums + (reduces + 1 if looped else max(1, cluster.held) if cluster.reduce else len(cluster.reads))
 
@@ -183,7 +183,7 @@ def live_values(cluster: Cluster, looped: bool) -> int:
 def traffic(cluster: Cluster) -> tuple[int, int]:
     """Return the bytes of one launch, each element of each operand once, and the bytes of its rows, which a looped kernel reads again."""
     rows = sum(_spanned(n.layout, cluster) * n.dtype.itemsize for n in {(n.buffer, n.layout): n for n in _loads(cluster)}.values())
-    written = sum(_spanned(s.layout, cluster) * s.dtype.itemsize * (cluster.programs or 1 if s.mode else 1) for s in cluster.stores)
+    written = sum(_spanned(s.layout, cluster) * s.dtype.itemsize * (cluster.programs or 1 if s.reduces else 1) for s in cluster.stores)
     again = sum(_spanned(n.layout, cluster) * n.dtype.itemsize for n in full(cluster)) if max(cluster.levels.values(), default=0) else 0
     return rows + written, again
 

@@ -20,7 +20,7 @@ from .hinted import hinted, symbolic
 from .lower import Buffer, Extern, Lowered, refs
 from .mix import mix
 from .nest import joined, nest
-from .order import order, reads, writes
+from .order import order, overwrites, reads, writes
 from .pattern import Foreach, pattern, places
 from .pressure import worth_it
 from .realize import MAX_WEIGHT, weight
@@ -107,9 +107,8 @@ class _Fusing:
         if isinstance(step, Extern):  # its effects, if it has any, are none of ours to know
             found |= set([k for k in self.barriers if k < i][-1:])
             found |= set([k for k in self.draws if k < i][-1:]) if step.draws else set()
-        for name in (name for part in parts for name in writes(part)):
-            target = self.lowered.buffers[name].written_to
-            found |= self.readers.get(target, set()) if target else set()
+        for name in (name for part in parts for name in overwrites(part, self.lowered.buffers)):
+            found |= self.readers.get(name, set())
         return found - {i}
 
     def run(self) -> None:
@@ -349,8 +348,10 @@ def _check(a: Cluster, b: Cluster, merged: Cluster, buffers: dict[str, Buffer]) 
     for store in merged.stores:
         target = buffers[store.buffer].written_to
         for node in merged.reads.get(target, ()) if target else ():
-            if node.index or node.layout != store.layout:
+            if node.index or node.layout != store.layout or store.onto:
                 raise Refused(f"it would overwrite {target} while others still read it")
+        if store.onto in merged.writes:
+            raise Refused(f"{store.onto} is written at places that data gives, once all of it is there")
 
 
 def _first_line(step: Cluster | Extern) -> str:

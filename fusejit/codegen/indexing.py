@@ -29,7 +29,7 @@ def place(shape: Sequence[int], dim: int) -> Expr:
     return iota(strided(shape, [int(d == dim) for d in range(len(shape))]), INDEX)
 
 
-def _arguments(node: Node) -> tuple[Any, ...]:
+def arguments(node: Node) -> tuple[Any, ...]:
     """The call's arguments, of which torch.fx says only that they are something."""
     return node.args
 
@@ -84,9 +84,9 @@ def _follows(value: Expr, places: dict[int, Expr]) -> bool:
     return True
 
 
-def _index(low: Lowering, node: Node) -> Expr:
-    source, indices = _arguments(node)[0], list(_arguments(node)[1])
-    shape, rank = tuple(node.meta["val"].shape), source.meta["val"].dim()
+def indexed(low: Lowering, old: Sequence[int], indices: Sequence[Node | None]) -> tuple[tuple[int, ...], dict[int, Expr], dict[int, int]]:
+    """Return the shape of x[indices], x of shape `old`; the place of each indexed dimension over it; and the axes of the others."""
+    rank = len(old)
     used = [d for d, i in enumerate(indices) if i is not None]
     block = torch.broadcast_shapes(*(indices[d].meta["val"].shape for d in used))
     together = used == list(range(used[0], used[-1] + 1))
@@ -101,15 +101,23 @@ def _index(low: Lowering, node: Node) -> Expr:
             axis = len(block)
         kept[d] = axis
         axis += 1
+    axes = {axis: old[d] for d, axis in kept.items()} | {first + a: n for a, n in enumerate(block)}
+    shape = tuple(axes[a] for a in range(len(axes)))
     change = Affine(shape, tuple((0, ((first + a, 1),)) for a in range(len(block))))
     places = {}
     for d in used:
         (places[d],) = view([low.expr(indices[d], block)], change)
+    return shape, places, kept
+
+
+def _index(low: Lowering, node: Node) -> Expr:
+    source, indices = arguments(node)[:2]
+    shape, places, kept = indexed(low, tuple(source.meta["val"].shape), list(indices))
     return _gathered(low, source, places, kept, shape, "checked_index")
 
 
 def _gather(low: Lowering, node: Node) -> Expr:
-    source, dim, index = _arguments(node)[:3]
+    source, dim, index = arguments(node)[:3]
     rank = source.meta["val"].dim()
     dim = dim % rank
     kept = {d: d for d in range(rank) if d != dim}
@@ -117,7 +125,7 @@ def _gather(low: Lowering, node: Node) -> Expr:
 
 
 def _index_select(low: Lowering, node: Node) -> Expr:
-    source, dim, index = _arguments(node)[:3]
+    source, dim, index = arguments(node)[:3]
     shape, rank = tuple(node.meta["val"].shape), source.meta["val"].dim()
     dim = dim % rank
     (place,) = view([low.expr(index, (shape[dim],))], Affine(shape, ((0, ((dim, 1),)),)))
@@ -125,7 +133,7 @@ def _index_select(low: Lowering, node: Node) -> Expr:
 
 
 def _embedding(low: Lowering, node: Node) -> Expr:
-    table, index = _arguments(node)[:2]
+    table, index = arguments(node)[:2]
     shape = tuple(node.meta["val"].shape)
     (place,) = view([low.values[index]], Affine(shape, tuple((0, ((d, 1),)) for d in range(len(shape) - 1))))
     return _gathered(low, table, {0: place}, {1: len(shape) - 1}, shape)
@@ -133,7 +141,7 @@ def _embedding(low: Lowering, node: Node) -> Expr:
 
 def _scatter(low: Lowering, node: Node) -> Expr:
     """One write per line: the result is `source` where the coordinate is the index, `self` elsewhere."""
-    target, dim, index, source = _arguments(node)[:4]
+    target, dim, index, source = arguments(node)[:4]
     out = node.meta["val"]
     shape, dtype, dim = tuple(out.shape), out.dtype, dim % out.dim()
     checked = compute("checked_place", cast(low.expr(index, shape), INDEX), const(shape[dim], INDEX), dtype=INDEX)
@@ -142,9 +150,9 @@ def _scatter(low: Lowering, node: Node) -> Expr:
     return compute("where", here, value, low.values[target], dtype=dtype)
 
 
-def _index_put(low: Lowering, node: Node) -> Expr:
+def put_by_mask(low: Lowering, node: Node) -> Expr:
     """x[mask] = number."""
-    target, (mask,), value = _arguments(node)[:3]
+    target, (mask,), value = arguments(node)[:3]
     out = node.meta["val"]
     shape = tuple(out.shape)
     change = Affine(shape, tuple((0, ((d, 1),)) for d in range(mask.meta["val"].dim())))
@@ -152,8 +160,8 @@ def _index_put(low: Lowering, node: Node) -> Expr:
     return compute("where", where, cast(low.expr(value, shape), out.dtype), low.values[target], dtype=out.dtype)
 
 
-def _one_number_by_mask(node: Node) -> bool:
-    indices, value = _arguments(node)[1:3]
+def one_number_by_mask(node: Node) -> bool:
+    indices, value = arguments(node)[1:3]
     more = node.kwargs.get("accumulate") or (len(node.args) > 3 and node.args[3])
     if more or len(indices) != 1 or indices[0] is None or value.meta["val"].dim():
         return False
@@ -161,8 +169,8 @@ def _one_number_by_mask(node: Node) -> bool:
     return mask.dtype is torch.bool and mask.dim() > 0 and node.meta["val"].numel() > 0
 
 
-def _one_write_a_line(node: Node) -> bool:
-    target, dim, index, source = _arguments(node)[:4]
+def one_write_a_line(node: Node) -> bool:
+    target, dim, index, source = arguments(node)[:4]
     shape, written = tuple(target.meta["val"].shape), tuple(index.meta["val"].shape)
     if not shape or len(node.args) > 4 or node.kwargs or (isinstance(source, Node) and tuple(source.meta["val"].shape) != written):
         return False
@@ -170,22 +178,22 @@ def _one_write_a_line(node: Node) -> bool:
 
 
 def _by_integers(node: Node) -> bool:
-    return node.meta["val"].numel() > 0 and all(i is None or i.meta["val"].dtype in (torch.int64, torch.int32) for i in _arguments(node)[1])
+    return node.meta["val"].numel() > 0 and all(i is None or i.meta["val"].dtype in (torch.int64, torch.int32) for i in arguments(node)[1])
 
 
 def _from_lines(node: Node) -> bool:
-    return _arguments(node)[0].meta["val"].dim() > 0 and node.meta["val"].numel() > 0
+    return arguments(node)[0].meta["val"].dim() > 0 and node.meta["val"].numel() > 0
 
 
 INDEXING: dict[str, Rule] = {
     "index.Tensor": _index, "_unsafe_index.Tensor": _index, "gather.default": _gather, "index_select.default": _index_select,
-    "embedding.default": _embedding, "index_put.default": _index_put, "scatter.value": _scatter, "scatter.src": _scatter,
+    "embedding.default": _embedding, "scatter.value": _scatter, "scatter.src": _scatter,
 }  # fmt: skip
 INDEXING_CHECKS: dict[str, Callable[[Node], bool]] = {
-    "index_put.default": _one_number_by_mask, "scatter.value": _one_write_a_line, "scatter.src": _one_write_a_line,
+    "scatter.value": one_write_a_line, "scatter.src": one_write_a_line,
     "index.Tensor": _by_integers, "_unsafe_index.Tensor": _by_integers,
     "gather.default": _from_lines, "index_select.default": _from_lines,
     "embedding.default": lambda n: n.meta["val"].numel() > 0 and not any(n.args[3:]),
 }  # fmt: skip
 
-__all__ = ["INDEX", "INDEXING", "INDEXING_CHECKS", "place"]
+__all__ = ["INDEX", "INDEXING", "INDEXING_CHECKS", "arguments", "indexed", "one_number_by_mask", "place", "put_by_mask"]

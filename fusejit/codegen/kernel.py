@@ -71,14 +71,21 @@ def reads_of(step: Cluster | Foreach, buffers: dict[str, Buffer]) -> dict[str, i
         for name, loads in cluster.reads.items():
             reach = sum(_reach(node, cluster.axes) for node in {(n.layout, n.index): n for n in loads}.values())
             found[name] = min(buffers[name].bytes, found.get(name, 0) + reach * buffers[name].dtype.itemsize)
+        for store in (s for s in cluster.stores if s.mode == "atomic_add"):  # what is added to is read as well
+            found[store.onto] = _written(store, cluster, buffers)
     return found
 
 
 def bytes_written(step: Cluster | Foreach, buffers: dict[str, Buffer]) -> int:
     total = 0
     for cluster in _clusters(step):
-        total += sum(_reach(s, cluster.axes) * s.dtype.itemsize * (cluster.programs or 1 if s.mode in OPS else 1) for s in cluster.stores)
+        total += sum(_written(s, cluster, buffers) for s in cluster.stores)
     return total
+
+
+def _written(store: Store, cluster: Cluster, buffers: dict[str, Buffer]) -> int:
+    reach = _reach(store, cluster.axes) * store.dtype.itemsize * (cluster.programs or 1 if store.mode in OPS else 1)
+    return reach if not store.onto else min(reach, buffers[store.onto].bytes)
 
 
 def _clusters(step: Cluster | Foreach) -> tuple[Cluster, ...]:

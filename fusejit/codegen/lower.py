@@ -33,7 +33,7 @@ from .views import GIVES_SHAPE, VIEWS
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that kernels read and write. `written_to` names the input that it overwrites in place."""
+    """Memory that kernels read and write. `written_to` names the buffer, an input for one, whose memory it overwrites in place."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,6 +66,7 @@ class Extern:
     """A call of a torch op, or of another Program. `outputs` are buffer names (None: unused); `several`: the op returns a sequence.
 
     `pins`: results may share memory with operands or each other, so that no kernel may write over either. `draws`: random numbers, in turn.
+    `why`: what a kernel of this call would need, where kernels of others exist.
     """
 
     target: str
@@ -77,6 +78,7 @@ class Extern:
     pins: bool = False
     program: Any = field(default=None, compare=False)
     draws: bool = False
+    why: str = ""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -312,7 +314,8 @@ class Lowering:
         several = not isinstance(fake, torch.Tensor)
         pins = any(a.alias_info is not None for a in target._schema.arguments)
         names, draws = tuple(b and b.name for b in made), torch.Tag.nondeterministic_seeded in target.tags
-        self.steps.append(Extern(str(target), args, tuple(kwargs.items()), names, several, line, pins, draws=draws))
+        why = REFUSALS[short(target)](node) if short(target) in REFUSALS else ""
+        self.steps.append(Extern(str(target), args, tuple(kwargs.items()), names, several, line, pins, draws=draws, why=why))
         self.owned.add(node)
         values = tuple(None if b is None else self.whole(b) for b in made)
         return (*token, *values) if several else values[0]
@@ -366,6 +369,7 @@ BY_GRAD_MODE = {torch.ops.aten.mkldnn_rnn_layer.default: (3,)}
 PROGRAMS: dict[Any, Callable] = {}
 """{op: (arguments, strides of its tensors) -> (name, Program)}: ops that stand for calls of Programs; filled by autodiff/region.py."""
 CHECKS: dict[str, Callable[[Node], bool]] = {}  # rule name -> whether the rule can take this call; filled by rules.py
+REFUSALS: dict[str, Callable[[Node], str]] = {}  # rule name -> why it cannot, "" where it can; filled by rules.py
 
 
 def operand_dtype(node: Node) -> torch.dtype | None:
@@ -387,9 +391,8 @@ def as_ref(value: Expr, buffers: dict[str, Buffer]) -> Ref | None:
     if not isinstance(value, Load) or value.index or value.mask is not None or value.layout.strides is None:
         return None
     buffer = buffers[value.buffer]
-    name = buffer.written_to or buffer.name  # the result of an in-place change is the input that it changed
     if value.layout == buffer.layout:
-        return Ref(name)
+        return Ref(buffer.name)
     offset = value.layout.offset
     if any(s < 0 for s in value.layout.strides) or offset < 0:
         return None
@@ -399,7 +402,7 @@ def as_ref(value: Expr, buffers: dict[str, Buffer]) -> Ref | None:
     for d in reversed(range(len(shape))):
         if shape[d] == 1:
             strides[d] = strides[d + 1] * shape[d + 1] if d + 1 < len(shape) else 1
-    return Ref(name, shape, tuple(strides), offset)
+    return Ref(buffer.name, shape, tuple(strides), offset)
 
 
 def refs(tree: Any) -> list[Ref]:

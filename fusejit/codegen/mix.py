@@ -65,7 +65,7 @@ def _check(row: Cluster, column: Cluster, column_first: bool) -> None:
     reduces = [n for n in column.order if isinstance(n, Reduce)]
     if any(n.op not in SPLITTABLE for n in reduces) or max(column.levels.values(), default=0) > 1:
         raise Refused("column results of several reductions, one after the other, take several passes")
-    if any(s.mode or s.index for s in (*row.stores, *column.stores)):
+    if any(s.reduces for s in row.stores) or any(s.mode or s.index for s in column.stores):
         raise Refused("a result is scattered")
     if any(column.levels[s.value] for s in column.stores if not _is_result(s, column)):
         raise Refused("a column reduction has to end before its columns are read again")
@@ -86,7 +86,7 @@ def _programs(mixed: Cluster, device: Device) -> int:
     rows, columns = product(mixed.parallel), product(mixed.reduce)
     times = next((k for limit, k in device.mixed_programs if columns // 16 * 16 <= limit), 1)  # the ends of odd rows are no part of a tile
     ordered = order(mixed).coalesced
-    partial = columns * sum(s.dtype.itemsize for s in ordered.stores if s.mode)
+    partial = columns * sum(s.dtype.itemsize for s in ordered.stores if s.reduces)
     found = []
     while times:
         programs = min(rows, times * device.sms)

@@ -11,20 +11,51 @@ Fusion then makes one kernel of those wherever their axes allow it, and the buff
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from .cluster import Cluster, load
-from .lower import Buffer, Extern, Lowered
+from torch.fx.node import map_aggregate
+
+from .cluster import Cluster, Expr, Load, load
+from .lower import Buffer, Extern, Lowered, Ref
 from .pattern import Foreach
 
 
-def reads(step: Cluster | Extern | Foreach) -> frozenset[str] | set[str]:
-    return step.reads if isinstance(step, Extern) else set(step.reads)
+def reads(step: Cluster | Extern | Foreach) -> set[str]:
+    return {*step.reads} | ({s.onto for s in step.stores if s.onto} if isinstance(step, Cluster) else set())
 
 
 def writes(step: Cluster | Extern | Foreach) -> set[str]:
     return {name for name in step.outputs if name} if isinstance(step, Extern) else set(step.writes)
+
+
+def overwrites(step: Cluster | Extern | Foreach, buffers: Mapping[str, Buffer]) -> set[str]:
+    """Return the buffers whose memory a step changes: whoever reads them as they were has to come before it."""
+    onto = {s.onto for s in step.stores} if isinstance(step, Cluster) else set()
+    return ({buffers[name].written_to for name in writes(step)} | onto) - {""}
+
+
+def in_memory(lowered: Lowered) -> Lowered:
+    """Return the program with every buffer that is read named after its memory; only what is written to keeps a name of its own."""
+    table = {b.name: b.written_to for b in lowered.buffers.values() if b.written_to}
+
+    def named(tree: Any) -> Any:
+        return map_aggregate(tree, lambda ref: replace(ref, buffer=table.get(ref.buffer, ref.buffer)) if isinstance(ref, Ref) else ref)
+
+    def visit(node: Expr) -> Expr:
+        if not isinstance(node, Load) or node.buffer not in table:
+            return node
+        return load(table[node.buffer], node.layout, node.dtype, node.index, node.mask, node.fill)
+
+    steps: list[Cluster | Extern | Foreach] = []  # the rows of a Foreach name memory as they are
+    for step in lowered.steps:
+        if isinstance(step, Extern):
+            step = replace(step, args=named(step.args), kwargs=named(step.kwargs))
+        elif isinstance(step, Cluster) and table.keys() & step.reads.keys():
+            step = step.rewritten(visit)
+        steps.append(step)
+    return replace(lowered, steps=tuple(steps), outputs=named(lowered.outputs)) if table else lowered
 
 
 def predecessors(steps: Sequence[Cluster | Extern | Foreach], buffers: dict[str, Buffer]) -> list[set[int]]:
@@ -40,9 +71,8 @@ def predecessors(steps: Sequence[Cluster | Extern | Foreach], buffers: dict[str,
     result = []
     for i, step in enumerate(steps):
         found = {k for name in reads(step) for k in producers.get(name, ())}
-        for name in writes(step):
-            target = buffers[name].written_to
-            found |= readers.get(target, set()) if target else set()
+        for name in overwrites(step, buffers):
+            found |= readers.get(name, set())
         result.append(found - {i})
     return result
 
@@ -86,8 +116,10 @@ def order(lowered: Lowered) -> Lowered:
 
 def _stuck(i: int, steps: list[Cluster | Extern], waiting: set[int], buffers: dict[str, Buffer]) -> bool:
     """Whether a step has all that it reads and waits only for readers of what it overwrites."""
-    in_place = isinstance(steps[i], Cluster) and any(buffers[name].written_to for name in writes(steps[i]))
-    return in_place and not any(writes(steps[k]) & reads(steps[i]) for k in waiting)
+    step = steps[i]
+    if not isinstance(step, Cluster) or any(s.onto for s in step.stores):
+        return False
+    return any(buffers[name].written_to for name in writes(step)) and not any(writes(steps[k]) & reads(step) for k in waiting)
 
 
 def _through_a_buffer(step: Cluster | Extern, buffers: dict[str, Buffer]) -> tuple[Cluster, Cluster]:

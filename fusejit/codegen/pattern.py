@@ -72,7 +72,7 @@ def pattern(cluster: Cluster, known: Mapping[str, Place], strides: tuple[int, ..
     # buffers are numbered as the graph makes them, which is the same order in every repetition of a loop's body
     stores = sorted(flat.stores, key=lambda s: known[s.buffer][1])
     roles = _Roles(size, strides)
-    values = rewrite([s.value for s in stores], lambda node: roles.read(node) if isinstance(node, Load) else node)
+    values = rewrite([s.value for s in stores], lambda node: roles.read(node, known) if isinstance(node, Load) else node)
     made = [(*roles.of(known[s.buffer][0], s.layout, "out"), v, s.dtype) for s, v in zip(stores, values, strict=True)]
     if roles.refused:
         return None
@@ -100,8 +100,8 @@ class _Roles:
             self.strides.append(stride)
         return found[0], strided(LINE, (found[1],))
 
-    def read(self, node: Load) -> Expr:
-        name, layout = self.of(node.buffer, node.layout, "in")
+    def read(self, node: Load, known: Mapping[str, Place]) -> Expr:
+        name, layout = self.of(known[node.buffer][0], node.layout, "in")
         return load(name, layout, node.dtype)
 
 

@@ -42,7 +42,7 @@ def at_once(cluster: Cluster) -> int:
     for place, node in enumerate(order):
         for operand in children(node):
             last[operand] = place
-    last |= {s.value: len(order) for s in cluster.stores}
+    last |= dict.fromkeys(cluster.roots, len(order))
     ends = Counter(last[node] for node in order)
     live = most = 0
     for place in range(len(order)):

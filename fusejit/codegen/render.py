@@ -26,6 +26,7 @@ from .layout import Layout, permute
 from .lower import Buffer
 from .online import Shifted, in_one_pass
 from .ops import OPS, STORAGE
+from .order import reads
 from .pattern import Foreach
 from .peel import is_flat, peel, tile_columns
 from .schedule import Schedule, power_of_two, second_axis
@@ -40,11 +41,11 @@ def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numeri
     """Return the kernel of a cluster that `schedule` made ready."""
     if tiles.template == "pointwise_2d":
         cluster = _second_axis_last_but_one(cluster)
-    reads = tuple(cluster.reads)
+    loaded = tuple(cluster.reads)
     # an input that is overwritten in place is one pointer, read and written
     writes = tuple(dict.fromkeys(buffers[s.buffer].written_to or s.buffer for s in cluster.stores))
-    names = {b: f"in{i}" for i, b in enumerate(reads)} | {b: f"out{i}" for i, b in enumerate(w for w in writes)}
-    arguments = tuple(dict.fromkeys((*reads, *writes)))
+    names = {b: f"in{i}" for i, b in enumerate(loaded)} | {b: f"out{i}" for i, b in enumerate(w for w in writes)}
+    arguments = tuple(dict.fromkeys((*loaded, *writes)))
     writer = Writer(cluster, tiles, buffers, names, numerics)
     extents = tuple(writer.extent(v) if v in writer.groups else 1 for v in "xyr") if symbolic(cluster) else ()
     return finish(cluster, tiles, writer.write(), buffers, arguments, writer.grid(), numerics, writer.asserts, extents)
@@ -60,7 +61,7 @@ def finish(
     body = _template(tiles.template).render(name="NAME", **fields)
     pointers = tuple(STORAGE[buffers[a].dtype].pointer for a in arguments)
     pointers += tuple("fp64" if name in scope().floats else "i64" if fields.get("wide") else "i32" for name in sizes)
-    model, now = (hinted(step), hinted_buffers(buffers, (*step.reads, *step.writes))) if isinstance(step, Cluster) else (step, buffers)
+    model, now = (hinted(step), hinted_buffers(buffers, (*reads(step), *step.writes))) if isinstance(step, Cluster) else (step, buffers)
     order = step.order if isinstance(step, Cluster) else step.rows[0].body(2).order
     # the text alone does not tell float32 from float64, nor one tile size from another
     name = f"{_kernel_name(order, tiles)}_{hashlib.sha256(repr((body, tiles, pointers)).encode()).hexdigest()[:8]}"
@@ -381,7 +382,7 @@ class Writer:
             made = [n for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1]
             stores = [s for s in self.cluster.stores if self._stored_at(s, top) == level]
             head = [line for n in rows if self.levels[n] == level for line in tape.statement(n)]
-            wide = [s for s in stores if any((s.layout.strides or ())[self.split :]) or self.full.get(s.value, False)]
+            wide = [s for s in stores if self.runs(s) or self.full.get(s.value, False)]
             narrow = [line for s in stores if s not in wide for line in tape.store(s)]
             inner = Tape(self, tape)
             inner.begins["r"] = self.backwards
@@ -406,6 +407,10 @@ class Writer:
                 finish += [line for n in outer for line in ends.statement(n)] + [line for s in wide for line in ends.store(s)]
             result.append({"rows": head + narrow, "start": start, "body": body if made or wide else [], "finish": finish})
         return result
+
+    def runs(self, store: Store) -> bool:
+        """Whether a store goes to another place for each element of the row."""
+        return any((store.layout.strides or ())[self.split :]) or any(self.full[e] for e, _ in store.index)
 
     def inputs(self, node: Reduce) -> tuple[Expr, ...]:
         """Return what a loop reads to reduce: a shifted sum needs the values that are shifted, not the shift."""

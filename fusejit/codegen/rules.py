@@ -22,11 +22,12 @@ from .cluster import Cluster, Compute, Expr, Load, Store, cast, compute, const, 
 from .decompose import short
 from .formulas import HALF
 from .indexing import INDEX, INDEXING, INDEXING_CHECKS, place
-from .layout import Affine, Reshape, contiguous, permute, slice_, strided
-from .lower import CHECKS, Buffer, Lowering, Rule
+from .layout import Affine, Reshape, contiguous, permute, select, slice_, strided
+from .lower import CHECKS, REFUSALS, Buffer, Lowering, Rule
 from .onehot import one_hot_sum
 from .ops import DTYPES, OPS
 from .scans import SCAN_CHECKS, SCANS
+from .scatter import SCATTER_CHECKS, SCATTERS, refused
 from .size import Size, product
 from .views import VIEWS
 from .views import within as inside
@@ -409,6 +410,13 @@ def _split(low: Lowering, node: Node) -> Any:
     return tuple(pieces)
 
 
+def _unbind(low: Lowering, node: Node) -> Any:
+    source = node.args[0]
+    shape = tuple(source.meta["val"].shape)
+    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % len(shape)
+    return tuple(view([low.values[source]], select(shape, dim, k))[0] for k in range(len(node.meta["val"])))
+
+
 def _tensors_small(node: Node) -> bool:
     return len(node.args[0]) <= MAX_PIECES
 
@@ -446,8 +454,8 @@ RULES: dict[str, Rule] = {
     "slice_scatter.default": _slice_scatter, "select_scatter.default": _select_scatter, "copy_.default": _copy_,
     "copy.default": lambda low, n: cast(low.expr(n.args[1], n.meta["val"].shape), n.meta["val"].dtype),
     "diagonal_scatter.default": _diagonal_scatter,
-    "split_with_sizes.default": _split, "split.Tensor": _split, "as_strided.default": _as_strided,
-    **INDEXING, **SCANS,
+    "split_with_sizes.default": _split, "split.Tensor": _split, "unbind.int": _unbind, "as_strided.default": _as_strided,
+    **INDEXING, **SCATTERS, **SCANS,
 }  # fmt: skip
 for _op, _overloads in {
     "sum": "default dim_IntList",
@@ -467,7 +475,7 @@ CHECKS |= {
     if name.split(".")[0] in ("mean", "var", "var_mean", "max", "min", "sum", "prod", "any", "all", "amax", "amin", "argmax", "argmin")
 }
 CHECKS |= {
-    **INDEXING_CHECKS, **SCAN_CHECKS,
+    **INDEXING_CHECKS, **SCATTER_CHECKS, **SCAN_CHECKS,
     "cat.default": _tensors_small, "as_strided.default": _is_contiguous,
     "roll.default": lambda n: len(n.args) > 2 and bool(n.args[2]) and n.meta["val"].numel() > 0,
     "slice_scatter.default": lambda n: (n.kwargs.get("step") or (n.args[5] if len(n.args) > 5 else 1)) == 1,
@@ -475,3 +483,4 @@ CHECKS |= {
     "arange.start_step": lambda n: all(isinstance(a, (int, Size)) or n.meta["val"].dtype.is_floating_point for a in n.args),
     "constant_pad_nd.default": lambda n: n.meta["val"].numel() > 0 and min(n.args[1], default=0) >= -(2**31),
 }  # fmt: skip
+REFUSALS |= dict.fromkeys(SCATTERS, refused)

@@ -81,7 +81,7 @@ def order(cluster: Cluster) -> Cluster:
     cost = [_traffic(model, axis) for axis in range(len(cluster.axes))]
     split = len(cluster.parallel)
     parallel = sorted(range(split), key=lambda a: cost[a])
-    runs = [s.layout.strides or () for s in cluster.stores if s.mode and cluster.segments]
+    runs = [s.layout.strides or () for s in cluster.stores if s.reduces and cluster.segments]
     reduce = sorted(range(split, len(cluster.axes)), key=lambda a: (not any(strides[a] for strides in runs), cost[a]))
     reduce = sorted(reduce) if scans(cluster) else reduce
     new = [*parallel, *reduce]
@@ -194,7 +194,7 @@ def fits_kept(cluster: Cluster, values: int) -> bool:
     if cluster.segments or cluster.varies or peel(cluster) or any(isinstance(n, (Random, Scan)) for n in cluster.order):
         return False
     split = len(cluster.parallel)
-    if sum(not s.mode and any((s.layout.strides or ())[split:]) for s in cluster.stores) > 1:
+    if sum(not s.reduces and any((s.layout.strides or ())[split:]) for s in cluster.stores) > 1:
         return False  # two rows that are written are two rows in float32 at once: that spills
     sums, columns = column_sums(cluster), power_of_two(product(cluster.reduce))
     # beside column sums a row that only the last pass reads has to find registers, too

@@ -362,7 +362,7 @@ class Tape:
             return self.segment(store)
         offset = self._place(store.layout, store.index)
         strides = store.layout.strides or ()
-        columns = any(strides[writer.split :])
+        columns = writer.runs(store)
         still = "0 * " if store.index else ""
         for variable, axes in writer.groups.items():  # a group of one element still gives the pointers their tile shape
             if not any(strides[a] for a in axes) and variable != writer.column:
@@ -370,7 +370,8 @@ class Tape:
         target = writer.buffers[store.buffer].written_to or store.buffer
         value = STORAGE[store.dtype].store.format(self.text(store.value))
         mask = writer.mask([store.layout], columns=columns)
-        return [f"tl.store({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ''})"]
+        word = "fj.atomic_add" if store.mode == "atomic_add" else "tl.store"
+        return [f"{word}({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ', None' * bool(store.mode)})"]
 
 
 def layouts_of(roots: Iterable[Expr]) -> list[Layout]:

@@ -124,4 +124,4 @@ VIEWS = {**ALIASES, **COPIES}
 GIVES_SHAPE = {"view.default", "_unsafe_view.default", "reshape.default", "view_copy.default", "_reshape_copy.default", "expand.default",
                "expand_copy.default"}  # fmt: skip
 # Views that come several at a time.
-SPLITS = ("split.Tensor", "split_with_sizes.default")
+SPLITS = ("split.Tensor", "split_with_sizes.default", "unbind.int")

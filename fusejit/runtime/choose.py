@@ -58,7 +58,7 @@ def choose(key: Any, compiled: Callable[[], Any], eager: Callable[[], Any], time
 def measurable(program: Any, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the choice is open: one or two launches and nothing else, on tensors of the device, of which none requires grad."""
     small = 0 < program.launches <= LAUNCHES and not program.externs and not program.calls
-    changes = any(buffer.written_to for buffer in program.buffers.values())
+    changes = any(buffer.written_to in program.inputs for buffer in program.buffers.values())
     return small and not changes and all(tensor.device.type == DEVICE and not tensor.requires_grad for tensor in tensors)
 
 

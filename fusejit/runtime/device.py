@@ -96,6 +96,13 @@ def again(x):
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=pack)
 
 
+# -- results that several elements add to ------------------------------------------------------------------------------------------------
+@jit
+def atomic_add(place, x, mask):
+    """Add `x` to what is in memory; in any order, and before the kernel ends."""
+    tl.atomic_add(place, x, mask, sem="relaxed")
+
+
 # -- reductions over one axis of a tile, and their elementwise accumulation ---------------------------------------------------------------
 @jit
 def sum_combine(a, b):

@@ -1,0 +1,233 @@
+"""Results that several elements are added to: every op and dtype against eager, their gradients, what is refused, and the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_templates import for_h100, meta
+
+import fusejit
+from fusejit.codegen.cluster import Cluster
+
+ROWS, COLUMNS, MANY = 6, 7, 50
+
+
+def numbers(*shape, dtype=torch.float32, grad=False):
+    made = torch.randn(shape) if dtype.is_floating_point else torch.randint(-50, 50, shape)
+    return made.to(dtype).requires_grad_(grad)
+
+
+def places(high, *shape, low=0):
+    return torch.randint(low, high, shape)
+
+
+def index_add(x, i, s):
+    return x.index_add(0, i, F.gelu(s), alpha=2.0) * 2
+
+
+def embedding_norm(i, table, weight):
+    return F.rms_norm(F.embedding(i, table, padding_idx=3), table.shape[1:], weight)
+
+
+def segments(i, x, out):
+    """Sums of rows, scattered: what is added is a reduction itself."""
+    return out.index_add(0, i, x.softmax(-1).square().sum(-1)).sqrt()
+
+
+CASES = {
+    "index_add": (index_add, lambda: (numbers(ROWS, COLUMNS, grad=True), places(ROWS, MANY), numbers(MANY, COLUMNS, grad=True))),
+    "index_add_columns": (
+        lambda x, i, s: x.index_add(-1, i, s),
+        lambda: (numbers(COLUMNS, ROWS).t(), places(COLUMNS, MANY).int(), numbers(ROWS, MANY, grad=True)),
+    ),
+    "index_add_scalar_rows": (lambda x, i, s: x.index_add(0, i, s), lambda: (numbers(ROWS), places(ROWS, MANY), numbers(MANY, grad=True))),
+    "scatter_add": (
+        lambda x, i, s: x.scatter_add(0, i, s * 2).relu(),
+        lambda: (numbers(ROWS, COLUMNS, grad=True), places(ROWS, MANY, COLUMNS - 2), numbers(MANY + 3, COLUMNS)),
+    ),
+    "scatter_add_rows": (
+        lambda x, i, s: x.scatter_add(1, i, s),
+        lambda: (numbers(4, ROWS, 5, grad=True), places(ROWS, 4, MANY, 5), numbers(4, 5, MANY).transpose(1, 2).requires_grad_()),
+    ),
+    "scatter_reduce": (
+        lambda x, i, s: x.scatter_reduce(1, i, s, "sum"), lambda: (numbers(ROWS, 5), places(5, ROWS, MANY), numbers(ROWS, MANY))
+    ),
+    "channels_last": (
+        lambda x, i, s: x.index_add(1, i, s) + 1,
+        lambda: (
+            numbers(2, ROWS, 5, 3).to(memory_format=torch.channels_last).requires_grad_(), places(ROWS, 9),
+            numbers(2, 9, 5, 3).to(memory_format=torch.channels_last).requires_grad_(),
+        ),
+    ),
+    "negative": (
+        lambda x, i, s: x.index_put((i,), s, accumulate=True),
+        lambda: (numbers(ROWS, COLUMNS, grad=True), places(ROWS, MANY, low=-ROWS), numbers(MANY, COLUMNS, grad=True)),
+    ),
+    "two_indices": (
+        lambda x, i, j, s: torch.ops.aten.index_put(x, [i, None, j], s, True),
+        lambda: (numbers(ROWS, COLUMNS, 3), places(ROWS, MANY), places(3, MANY, low=-3), numbers(COLUMNS)),
+    ),
+    "gather_backward": (lambda x, i: x.gather(1, i).sin(), lambda: (numbers(ROWS, 5, grad=True), places(5, ROWS, MANY))),
+    "index_backward": (lambda x, i: x[i].sin(), lambda: (numbers(ROWS, 5, grad=True), places(ROWS, 4, 3, low=-ROWS))),
+    "index_select_backward": (lambda x, i: x.index_select(1, i).sin(), lambda: (numbers(ROWS, 5, grad=True), places(5, MANY))),
+    "embedding_norm": (embedding_norm, lambda: (places(10, 4, 9), numbers(10, 33, grad=True), numbers(33, grad=True))),
+    "embedding_in_pieces": (embedding_norm, lambda: (places(5, 3), numbers(5, 70000, grad=True), numbers(70000, grad=True))),
+    "rows_of_sums": (segments, lambda: (places(ROWS, MANY), numbers(MANY, 33, grad=True), torch.ones(ROWS, requires_grad=True))),
+    "twice": (
+        lambda x, i, s: x.index_add(0, i, s).index_add(0, i, s * 2),
+        lambda: (numbers(ROWS, COLUMNS), places(ROWS, MANY), numbers(MANY, COLUMNS)),
+    ),
+    "twice_and_between": (
+        lambda x, i, s: (x.index_add(0, i, s), x.index_add(0, i, s).index_add(0, i, s * 2), x + 1),
+        lambda: (numbers(ROWS, COLUMNS), places(ROWS, MANY), numbers(MANY, COLUMNS)),
+    ),
+    "read_by_matmul": (
+        lambda x, i, s: x.index_add(0, i, s) @ s.t(),
+        lambda: (numbers(ROWS, COLUMNS), places(ROWS, MANY), numbers(MANY, COLUMNS, grad=True)),
+    ),
+    "as_many_as_there_are": (
+        lambda x, i, s: x.index_add(0, i, s).relu(), lambda: (numbers(ROWS, COLUMNS), places(ROWS, ROWS), numbers(ROWS, COLUMNS))
+    ),
+    "index_of_an_argmax": (
+        lambda x, s: x.index_add(0, s.argmax(-1), s), lambda: (numbers(ROWS, ROWS), numbers(MANY, ROWS, grad=True))
+    ),
+    "nothing_to_add": (lambda x, i, s: x.index_add(0, i, s) * 1, lambda: (numbers(ROWS, 3, grad=True), places(ROWS, 0), numbers(0, 3))),
+}  # fmt: skip
+
+
+def assert_as_eager(fn, args, backend, tolerance=1e-5, **options):
+    """Results, strides, gradients and changed arguments of the fused function."""
+    jitted = fusejit.jit(fn, backend=backend, fullgraph=True, **options)
+    one, two = ([a.detach().clone().requires_grad_(a.requires_grad) for a in args] for _ in range(2))
+    ours, eagers = (torch.utils._pytree.tree_leaves(f(*given)) for f, given in ((jitted, one), (fn, two)))
+    for a, b in zip(ours, eagers, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+        assert a.stride() == b.stride()
+    if any(o.requires_grad for o in eagers):
+        tangents = [torch.randn_like(o) for o in eagers]
+        torch.autograd.backward(ours, tangents)
+        torch.autograd.backward(eagers, tangents)
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), atol=tolerance, rtol=tolerance)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, atol=tolerance, rtol=tolerance)
+    return jitted.explain(*one)
+
+
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+@pytest.mark.parametrize("name", CASES)
+def test_as_eager(name, backend):
+    fn, make = CASES[name]
+    report = assert_as_eager(fn, make(), backend, 1e-4)
+    if backend == "interpret":
+        assert [e.target for e in report.externs if e.target != "aten.mm.default"] == [], report
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_dtypes(dtype):
+    args = numbers(ROWS, COLUMNS, dtype=dtype), places(ROWS, MANY), numbers(MANY, COLUMNS, dtype=dtype)
+    report = assert_as_eager(lambda x, i, s: x.index_add(0, i, s), args, "interpret", 1e-12)
+    assert report.launches == 2 + (dtype.itemsize < 4) and not report.externs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_are_rounded_once(dtype):
+    x, i, s = numbers(ROWS, COLUMNS, dtype=dtype), places(ROWS, 500), numbers(500, COLUMNS, dtype=dtype)
+    exact = x.double().index_add(0, i, s.double())
+    jitted = fusejit.jit(lambda x, i, s: x.index_add(0, i, s), backend="interpret", fullgraph=True)
+    one_by_one = x.clone()
+    for row, added in zip(i, s, strict=True):
+        one_by_one[row] += added
+    mine, atomics = (((y.double() - exact).abs() / exact.abs()).max() for y in (jitted(x, i, s), one_by_one))
+    assert mine <= torch.finfo(dtype).eps / 2 * 1.01 < atomics
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_sizes_that_change(dynamic):
+    jitted = fusejit.jit(index_add, backend="interpret", fullgraph=True, dynamic=dynamic)
+    for rows, many, columns in ((6, 50, 7), (5, 33, 7), (9, 17, 12)):
+        x, i, s = numbers(rows, columns), places(rows, many), numbers(many, columns)
+        torch.testing.assert_close(jitted(x, i, s), index_add(x, i, s), atol=1e-4, rtol=1e-4)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------------------------
+OUTSIDE = {
+    "index_add": lambda x, i, s: x.index_add(0, i, s),
+    "index_put": lambda x, i, s: x.index_put((i,), s, accumulate=True),
+    "scatter_add": lambda x, i, s: x.scatter_add(0, i[:, None].expand(-1, COLUMNS), s),
+}
+
+
+@pytest.mark.parametrize("wrong", [ROWS, -ROWS - 1, -1])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_out_of_bounds_names_the_line(name, wrong):
+    fn = OUTSIDE[name]
+    x, i, s = numbers(ROWS, COLUMNS), places(ROWS, MANY), numbers(MANY, COLUMNS)
+    i[17] = wrong
+    jitted = fusejit.jit(fn, backend="interpret", fullgraph=True)
+    if name == "index_put" and wrong == -1:  # counts from the end
+        torch.testing.assert_close(jitted(x, i, s), fn(x, i, s))
+        return
+    with pytest.raises((IndexError, RuntimeError)):
+        fn(x, i, s)
+    with pytest.raises(IndexError, match="out of bounds for dimension with size 6") as found:
+        jitted(x, i, s)
+    assert "test_scatter.py:" in "\n".join(found.value.__notes__)
+
+
+def test_deterministic_algorithms_are_torchs():
+    fn = OUTSIDE["index_add"]
+    args = numbers(ROWS, COLUMNS), places(ROWS, MANY), numbers(MANY, COLUMNS)
+    whole = [a.long() for a in args]
+    jitted = fusejit.jit(fn, backend="interpret", fullgraph=True)
+    assert not jitted.explain(*args).externs
+    torch.use_deterministic_algorithms(True)
+    try:
+        report = assert_as_eager(fn, args, "interpret")
+        torch.testing.assert_close(jitted(*args), fn(*args))  # the program of before is not taken
+        (call,) = jitted.explain(*args).externs
+        assert "aten.index_add" in call.target and "use_deterministic_algorithms" in str(report)
+        assert not assert_as_eager(fn, whole, "interpret").externs  # integers come to the same in any order
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not jitted.explain(*args).externs
+
+
+def test_what_torch_does_says_why():
+    table, i, few = numbers(900, 8, dtype=torch.bfloat16, grad=True), places(900, 5), places(900, 5)
+    report = fusejit.jit(lambda i, t: F.embedding(i, t) * 2, backend="interpret", fullgraph=True).explain(i, table)
+    assert "900x8 sums in float32 move more than what is added" in str(report)
+    by_mask = fusejit.jit(lambda x, m: x.index_put((m,), x[0, 0] + torch.ones(1), accumulate=True), backend="interpret")
+    assert "how many elements a mask selects" in str(by_mask.explain(numbers(3, 3), torch.eye(3).bool()))
+    scaled = fusejit.jit(lambda i, t: F.embedding(i, t, scale_grad_by_freq=True) * 2, backend="interpret")
+    assert "how often an index occurs" in str(scaled.explain(few, numbers(9, 8, grad=True)))
+    largest = fusejit.jit(lambda x, i, s: x.scatter_reduce(0, i, s, "amax"), backend="interpret")
+    assert "no sum: amax" in str(largest.explain(numbers(ROWS), places(ROWS, MANY), numbers(MANY)))
+
+
+# -- the kernels -------------------------------------------------------------------------------------------------------------------------
+def on_h100(fn, *args):
+    begun, added, *rounded = for_h100(fn, *args)
+    return begun, added, rounded
+
+
+def test_atomics_are_wide_and_nothing_spills():
+    for dtype, least in ((torch.float32, 2), (torch.bfloat16, 3)):
+        x, s = meta(65536, 1024, dtype=dtype), meta(65536, 1024, dtype=dtype)
+        begun, added, rounded = on_h100(lambda x, i, s: x.index_add(0, i, F.gelu(s)), x, torch.zeros(65536, dtype=torch.int64), s)
+        assert len(rounded) == least - 2 and not any(k.n_spills for k in (begun, added, *rounded))
+        assert "red.global.gpu.relaxed.add.v4.f32" in added.ptx.replace("atom.", "red.").replace(
+            ".global.relaxed.gpu", ".global.gpu.relaxed"
+        )
+        assert added.bytes_written == 4 * 65536 * 1024  # float32, each element once
+    assert isinstance(added.cluster, Cluster) and added.cluster.stores[0].mode == "atomic_add"
+
+
+def test_gradient_of_an_embedding_is_added_where_it_is_made():
+    """The backward of a norm, the column sums of its weight and the rows of the table come from one read."""
+    table, weight = meta(32768, 1024).requires_grad_(), meta(1024).requires_grad_()
+    found = fusejit.compile_for(embedding_norm, (torch.zeros(16, 2048, dtype=torch.int64), table, weight), target="sm_90")
+    assert not found.backward.externs
+    both = next(k for k in found.backward.kernels if k.template == "reduction_mixed")
+    assert {s.mode for s in both.cluster.stores} == {"atomic_add", "sum"} and both.n_spills == 0
