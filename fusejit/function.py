@@ -138,13 +138,17 @@ class JitFunction:
         for found in self._table.get(key, ()):
             lifted = found.lifted(leaves)
             if lifted is not None:
-                self._hits += 1
-                if found.run is None:
-                    return self.cold(found, receiver, args, kwargs)
-                if found.body is not None:
-                    self._bound.add(found, Call(receiver, args, kwargs, leaves, lifted), self._hits)
-                return found.run(leaves, lifted)
+                return self.hit(found, Call(receiver, args, kwargs, leaves, lifted))
         return self.miss(key, receiver, args, kwargs, leaves)
+
+    def hit(self, found: Specialisation, call: Call) -> Any:
+        """Run the specialisation of a call, and have the next call like it take the hot path."""
+        self._hits += 1
+        if found.run is None:
+            return self.cold(found, call.receiver, call.args, call.kwargs)
+        if found.body is not None:
+            self._bound.add(found, call, self._hits)
+        return found.run(call.leaves, call.lifted)
 
     def segments(self) -> Split | None:
         """The function in segments, where blocks of it are excluded; made at the first call."""
@@ -177,8 +181,7 @@ class JitFunction:
         """Run a call of new sizes by what holds for many, or capture and compile it."""
         known = self._sizes.find(key, leaves)
         if known is not None:
-            self._hits += 1
-            return known[0].run(leaves, known[1])
+            return self.hit(known[0], Call(receiver, args, kwargs, leaves, known[1]))
         if self.full(receiver):
             return self.plain(receiver, args, kwargs)
         try:
