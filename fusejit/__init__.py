@@ -13,7 +13,7 @@ from .ahead import compile_for
 from .capture.mutable import mutable
 from .capture.ordered import assign, depend, print
 from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupported
-from .function import JitFunction, disable_jit
+from .function import JitFunction
 from .jit import jit
 from .module import JitModule
 from .rewrites.batch import grad, value_and_grad, vmap
@@ -22,6 +22,7 @@ from .rewrites.exclude import exclude_from_trace
 from .rewrites.hypermap import HyperMap, MultitypeFuncGraph
 from .rewrites.jit_class import jit_class
 from .rewrites.lazy_inline import lazy_inline, no_inline
+from .switch import disable_jit
 from .tracing import TraceFunction, partial_trace, trace
 
 __version__ = "0.1.0"

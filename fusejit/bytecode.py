@@ -16,10 +16,11 @@ from typing import Any
 from torch.compiler import is_dynamo_compiling
 
 from .errors import FusejitError
-from .function import CacheInfo, JitFunction, Switch
+from .function import CacheInfo, JitFunction
 from .runtime.bind import elsewhere
 from .settings import Settings
 from .specialise import Fallback, Specialisation
+from .switch import Switch
 
 
 class BytecodeFunction(JitFunction):

@@ -34,6 +34,7 @@ from .capture.mutable import family
 from .capture.reasons import differences, named
 from .errors import CaptureError, FusejitError, Unsupported
 from .forks import renewed
+from .method import BoundJitFunction
 from .programs import resolve
 from .rewrites.capture import call_rewritten
 from .rewrites.exclude import Split, SplitReport, hooked, mentions, split
@@ -42,6 +43,7 @@ from .runtime.promise import promised, unguarded
 from .settings import Settings
 from .sizes import specialise_sizes
 from .specialise import TINY, Fallback, Specialisation, eager_specialisation, refusal, specialise
+from .switch import Switch, nesting
 
 log = logging.getLogger("fusejit")
 RECEIVERS = 16
@@ -49,50 +51,6 @@ RECEIVERS = 16
 CHANGING = 3
 """How many new values of a Python argument recompile before a warning."""
 TOO_MANY = "more than {} specialisations, so new kinds of calls run eagerly"
-
-
-class Switch:
-    """Whether jitted functions run as plain Python."""
-
-    off: bool = bool(config.read("disable"))
-
-
-class disable_jit:
-    """Run every jitted function as plain eager Python: `disable_jit()` from now on, `with disable_jit():` for a while.
-
-    `disable_jit(False)` switches compilation on again.
-    """
-
-    def __init__(self, disable: bool = True) -> None:
-        self.before, Switch.off = Switch.off, disable
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        Switch.off = self.before
-
-
-class nesting:
-    """While a jitted function is captured, or runs inside another's capture: the modes of those around it, outermost first."""
-
-    stacks = threading.local()
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    def __enter__(self) -> None:
-        modes: list[str] = nesting.stacks.__dict__.setdefault("modes", [])
-        around = [mode for number, mode in enumerate(modes) if not number or modes[number - 1] != mode]
-        if self.settings.capture_mode == "trace" and "ast" in around[1:] and "trace" in around[: around.index("ast", 1)]:
-            raise CaptureError(
-                f"{self.settings.name} has capture mode 'trace' and is called by a function of mode 'ast' inside a trace: "
-                "the one wants its Python as it is, the other rewrites what it calls; give all of them one mode"
-            )
-        modes.append(self.settings.capture_mode)
-
-    def __exit__(self, *error: object) -> None:
-        nesting.stacks.modes.pop()
 
 
 class CacheInfo(NamedTuple):
@@ -180,13 +138,17 @@ class JitFunction:
         for found in self._table.get(key, ()):
             lifted = found.lifted(leaves)
             if lifted is not None:
-                self._hits += 1
-                if found.run is None:
-                    return self.cold(found, receiver, args, kwargs)
-                if found.body is not None:
-                    self._bound.add(found, Call(receiver, args, kwargs, leaves, lifted), self._hits)
-                return found.run(leaves, lifted)
+                return self.hit(found, Call(receiver, args, kwargs, leaves, lifted))
         return self.miss(key, receiver, args, kwargs, leaves)
+
+    def hit(self, found: Specialisation, call: Call) -> Any:
+        """Run the specialisation of a call, and have the next call like it take the hot path."""
+        self._hits += 1
+        if found.run is None:
+            return self.cold(found, call.receiver, call.args, call.kwargs)
+        if found.body is not None:
+            self._bound.add(found, call, self._hits)
+        return found.run(call.leaves, call.lifted)
 
     def segments(self) -> Split | None:
         """The function in segments, where blocks of it are excluded; made at the first call."""
@@ -219,8 +181,7 @@ class JitFunction:
         """Run a call of new sizes by what holds for many, or capture and compile it."""
         known = self._sizes.find(key, leaves)
         if known is not None:
-            self._hits += 1
-            return known[0].run(leaves, known[1])
+            return self.hit(known[0], Call(receiver, args, kwargs, leaves, known[1]))
         if self.full(receiver):
             return self.plain(receiver, args, kwargs)
         try:
@@ -455,46 +416,3 @@ class JitFunction:
             self._sizes = Dynamic(self.settings.dynamic)
             for part in self._split.segments if self._split is not None else ():
                 part.cache_clear()
-
-
-class BoundJitFunction:
-    """A jitted method together with its object."""
-
-    __slots__ = ("function", "receiver", "__weakref__")
-
-    def __init__(self, function: JitFunction, receiver: Any) -> None:
-        self.function, self.receiver = function, receiver
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.call(self.receiver, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.__slots__:  # not made yet: Dynamo looks at objects before their __init__
-            raise AttributeError(name)
-        return getattr(self.function, name)
-
-    @property
-    def __wrapped__(self) -> Any:
-        return types.MethodType(self.function.__wrapped__, self.receiver)
-
-    @property
-    def __self__(self) -> Any:
-        return self.receiver
-
-    def __reduce__(self) -> Any:
-        return (BoundJitFunction, (self.function, self.receiver))
-
-    def __deepcopy__(self, memo: Any) -> BoundJitFunction:
-        return BoundJitFunction(self.function, copy.deepcopy(self.receiver, memo))
-
-    def explain(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.explain_for(self.receiver, args, kwargs)
-
-    def bind(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return self.function.bind_for(self.receiver, args, kwargs)
-
-    def program(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.program_for(self.receiver, args, kwargs)
-
-    def specialisation(self, *args: Any, **kwargs: Any) -> Specialisation:
-        return self.function.specialisation_for(self.receiver, args, kwargs)

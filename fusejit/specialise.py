@@ -66,7 +66,7 @@ class Specialisation:
         body: the graph as a function of its inputs, given one by one where `spread`, as a list that it may clear otherwise; what the hot
             path calls (runtime/bind.py), None where that leaves the call alone. result: from the body's results to the user's.
         pattern: how the inputs share memory, where that matters. entry: of the hot path; unbound: why that leaves it alone.
-        dynamic: what is said of its sizes: which are symbols and why, which could not be.
+        dynamic: what is said of its sizes: which are symbols and why, which could not be; symbols: those, or None.
     """
 
     backend: str
@@ -92,6 +92,7 @@ class Specialisation:
     pattern: tuple | None = None
     entry: Any = None
     dynamic: list[str] = field(default_factory=list)
+    symbols: Symbols | None = None
     unbound: str = ""
 
     @property
@@ -185,7 +186,7 @@ def hold_for_sizes(found: Specialisation, symbols: Symbols, tensors: list[Tensor
         inputs = None if sizes is None else lifted(leaves)
         return None if inputs is None else [*inputs, *sizes]  # type: ignore[misc]
 
-    found.lifted = with_sizes
+    found.lifted, found.symbols = with_sizes, symbols
     found.record["sizes"] = symbols.source()
 
 

@@ -28,10 +28,11 @@ from .capture.guards import key_of, memory_pattern, state_key, tensor_key
 from .capture.lockstep import divergence
 from .capture.trace import capture
 from .errors import TraceError, Unsupported
-from .function import JitFunction, Switch
+from .function import JitFunction
 from .runtime.bind import elsewhere
 from .settings import BACKENDS, NUMERICS, Settings
 from .specialise import Specialisation
+from .switch import Switch
 
 LATER = "belongs to the memory optimisations, which are not there yet: leave it out"
 

@@ -49,17 +49,18 @@ class Variants:
         self.first = self.add(hints)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        sizes = [args[number] if axis < 0 else args[number].shape[axis] for _, number, axis in self.known]
-        for holds, program in self.checks:
-            if holds(*sizes):
-                return program(args)
-        return self.more(sizes)(args)
+        return self.dispatch(args)
+
+    def other(self, args: list[Any]) -> Sequence[Any]:
+        """Run a call that no variant is known for."""
+        return self.more([args[number] if axis < 0 else args[number].shape[axis] for _, number, axis in self.known])(args)
 
     def add(self, hints: dict[str, int]) -> Program:
         """Compile for the sizes of one call."""
         program, scope = self.compiler(hints)
         self.checks.insert(0, (self.check(scope), program))
         self.programs.insert(0, (" and ".join(scope.guards), program))
+        self.dispatch = self.chain()
         return program
 
     def more(self, sizes: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -76,7 +77,19 @@ class Variants:
                 except Exception as error:  # the call has its inputs and its gradient to give: op by op, and said so
                     self.notes.append((f"compiling for sizes {sizes}", f"{type(error).__name__}: {error}"))
             self.checks.append((lambda *sizes: True, self.plain))
+            self.dispatch = self.chain()
             return self.plain
+
+    def chain(self) -> Callable[[list[Any]], Sequence[Any]]:
+        """Write what runs the first variant that holds: sizes are read once, and most variants hold for all."""
+        names = ", ".join(name for name, _, _ in self.known)
+        reads = [f"{name} = args[{number}]" + (f".shape[{axis}]" if axis >= 0 else "") for name, number, axis in self.known]
+        runs = [f"if holds_{n}({names}): return program_{n}(args)" for n in range(len(self.checks))]
+        made: dict[str, Any] = {"other": self.other}
+        for n, (holds, program) in enumerate(self.checks):
+            made |= {f"holds_{n}": holds, f"program_{n}": getattr(program, "call", program)}
+        exec("\n    ".join(["def dispatch(args):", *reads, *runs, "return other(args)"]), made)
+        return made["dispatch"]  # type: ignore[no-any-return]
 
     def check(self, scope: Scope) -> Callable[..., bool]:
         """Return what says of sizes whether a variant holds for them."""

@@ -37,12 +37,14 @@ WIDTH = 32
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function with `inputs` tensors, or a module with `blocks` blocks; `pass_` says whether anything requires grad."""
+    """A function with `inputs` tensors, or a module with `blocks` blocks; `pass_` says whether anything requires grad, `dynamic` whether
+    the sizes of the inputs may vary."""
 
     name: str
     pass_: str
     inputs: int = 1
     blocks: int = 0
+    dynamic: bool = False
 
     @property
     def id(self) -> str:
@@ -74,7 +76,8 @@ def total(*tensors: Tensor) -> Tensor:
 
 FUNCTIONS = [Call(f"{n} inputs", pass_, inputs=n) for pass_ in ("inference", "training") for n in (1, 4, 16)]
 MODULES = [Call(f"{n} blocks", "inference", blocks=n) for n in (2, 12, 50)]
-CALLS = FUNCTIONS + MODULES
+DYNAMIC = [Call(f"{n} inputs of any size", pass_, inputs=n, dynamic=True) for pass_ in ("inference", "training") for n in (1, 4)]
+CALLS = FUNCTIONS + MODULES + DYNAMIC
 VARIANTS = ("eager", "bare", "nothing", "torch.compile-noop", "fusejit-noop", "fusejit")
 ON_GPU = ("torch.compile", "torch.compile-reduce-overhead")
 
@@ -112,24 +115,26 @@ def variants(call: Call, device: str) -> dict[str, Callable[[], Any]]:
     """Every way to make the call, compiled and run twice."""
     fn, args = prepare(call, device)
     backend = "triton" if device == "cuda" else "interpret"
-    whole, empty = fusejit.jit(fn, backend=backend, fullgraph=True), fusejit.jit(twin(fn), backend=backend, fullgraph=True)
-    program, lifted = whole.program(*args), list(whole.specialisation(*args).captured.lifted)
+    whole, empty = (fusejit.jit(f, backend=backend, fullgraph=True, dynamic=call.dynamic) for f in (fn, twin(fn)))
+    found = whole.specialisation(*args)
+    program, lifted = found.built.forward, found.lifted([*args])
     results = [torch.empty(args[0].shape, device=device)]
+    bare = getattr(program, "call", program)
     body = lambda: [torch.empty_like(result) for result in results]  # noqa: E731
-    found: dict[str, Callable[[], Any]] = {
+    runs: dict[str, Callable[[], Any]] = {
         "eager": lambda: fn(*args),
-        "bare": lambda: program.call([*args, *lifted]),
+        "bare": lambda: bare([*args, *lifted]),
         "nothing": body,
         "torch.compile-noop": functools.partial(compiled_to_nothing(fn, call, body), *args),
         "fusejit-noop": functools.partial(jitted_to_nothing(empty, args, call, body), *args),
         "fusejit": functools.partial(whole, *args),
     }
     if device == "cuda":
-        found["torch.compile"] = functools.partial(torch.compile(fn), *args)
-        found["torch.compile-reduce-overhead"] = functools.partial(torch.compile(fn, mode="reduce-overhead"), *args)
-    for run in (*found.values(), *found.values(), *found.values()):
+        for name, mode in zip(ON_GPU, (None, "reduce-overhead")):
+            runs[name] = functools.partial(torch.compile(fn, dynamic=call.dynamic, mode=mode), *args)
+    for run in (*runs.values(), *runs.values(), *runs.values()):
         run()
-    return found
+    return runs
 
 
 def twin(fn: Callable) -> Callable:
@@ -144,23 +149,27 @@ def compiled_to_nothing(fn: Callable, call: Call, body: Callable) -> Callable:
     from torch._dynamo.backends.common import aot_autograd
 
     def nothing(graph: torch.fx.GraphModule, inputs: Any) -> Callable:
-        kept = (
-            [node.meta["val"].size() for node in graph.graph.output_node().args[0][1:] if isinstance(node, torch.fx.Node)]
-            if call.grad
-            else []
-        )
-        saved = [torch.empty(size) for size in kept]
+        kept = [node.meta["val"] for node in graph.graph.output_node().args[0][1:] if isinstance(node, torch.fx.Node)] if call.grad else []
+        saved = [torch.empty([*map(number, value.shape)]) if isinstance(value, Tensor) else number(value) for value in kept]
         return lambda *args: [*body(), *saved]
 
     torch._dynamo.reset()
-    return torch.compile(fn, backend=aot_autograd(fw_compiler=nothing, bw_compiler=nothing) if call.grad else nothing)
+    backend = aot_autograd(fw_compiler=nothing, bw_compiler=nothing) if call.grad else nothing
+    return torch.compile(fn, backend=backend, dynamic=call.dynamic)
+
+
+def number(size: Any) -> int:
+    """The value of a size in the call that was compiled for, read without a guard on it."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def jitted_to_nothing(jitted: Any, args: tuple, call: Call, body: Callable) -> Callable:
     """A jitted function whose compiled Program is replaced by one that makes its results and no more."""
     found = jitted.specialisation(*args)
-    saved = [torch.empty(SHAPE) for _ in found.forward.outputs[1:]] if call.grad else []
+    saved = found.built.forward([*args, *found.lifted([*args])])[1:]
     found.forward.__dict__["call"] = lambda inputs: (*body(), *saved)
+    if call.dynamic:
+        found.built.forward.dispatch = found.built.forward.chain()
     found.body, found.spread = found.built.body()
     return jitted
 

@@ -45,7 +45,7 @@ ORDER = [
     *("runtime/workers", "runtime/static_launch", "runtime/launch", "runtime/sized", "runtime/tune", "runtime/direct", "runtime/eager"),
     *("runtime/bind", "runtime/promise", "runtime/cudagraph", "runtime/choose", "variants"),
     *("compile", "programs", "specialise", "ahead", "sizes", "explain"),
-    *("backend", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
+    *("backend", "switch", "method", "function", "bytecode", "module", "jit", "tracing", "rewrites/jit_class",
       "blocks", "bench", "cli", "__main__"),
 ]  # fmt: skip
 

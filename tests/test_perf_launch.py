@@ -62,7 +62,11 @@ def test_gpu_script_rehearsed(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"OUT": str(tmp_path), "PYTHON": sys.executable, "PERF_REHEARSE": "1", "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        ["bash", str(PERF / "gpu.sh"), "launch", "4 and inference"], capture_output=True, text=True, env=environment, timeout=200
+        ["bash", str(PERF / "gpu.sh"), "launch", "4 and inference and not any"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "cpu-launch.json").read_text())["benchmarks"]

@@ -174,28 +174,45 @@ class Symbols:
     def guards(self) -> list[str]:
         return list(dict.fromkeys(spell(guard.expr, self.known) for guard in self.env.guards))
 
+    def reads(self, leaf: str, checked: bool = False) -> tuple[list[str], list[str]]:
+        """The statements that read the symbols from tensors that are called `leaf.format(number)`, and the tests of a call.
+
+        Args:
+            checked: sizes and strides that are numbers have been compared already.
+        """
+        lines: list[str] = []
+        tests: list[str] = []
+        seen: set[str] = set()
+        for number, (_, _, sizes, strides) in self.described.items():
+            tensor, targets = leaf.format(number), []
+            for axis, text in enumerate(sizes):
+                fresh, known = text in self.ints and text not in seen, checked and text.isdigit()
+                targets.append(text if fresh else "_" if known else f"n{number}_{axis}")
+                seen.add(text)
+                if not (fresh or known):
+                    tests.append(f"n{number}_{axis} == {text}")
+            if {*targets} - {"_"}:
+                lines.append(f"{', '.join(targets)}, = {tensor}.shape")
+            for axis in (a for a, text in enumerate(strides) if text in self.ints and text not in seen):
+                lines.append(f"{strides[axis]} = {tensor}.stride({axis})")
+                seen.add(strides[axis])
+            if not (checked and all(map(str.isdigit, strides))):
+                dense = checked and strides == rows(sizes)
+                tests.append(f"{tensor}.is_contiguous()" if dense else f"{tensor}.stride() == ({''.join(text + ', ' for text in strides)})")
+        return lines, [*tests, *(f"2 <= {name} <= {LARGEST}" for name in self.ints), *self.guards()]
+
     def source(self) -> str:
         """The text of `sizes(leaves)`: the values of the symbols, or None where the graph does not hold."""
-        lines, tests, seen = [], [], set()
-        for number, (_, _, sizes, strides) in self.described.items():
-            targets = []
-            for axis, text in enumerate(sizes):
-                fresh = text in self.ints and text not in seen
-                targets.append(text if fresh else f"n{number}_{axis}")
-                seen.add(text)
-                if not fresh:
-                    tests.append(f"n{number}_{axis} == {text}")
-            if targets:
-                lines.append(f"    {', '.join(targets)}, = leaves[{number}].shape")
-            for axis in (a for a, text in enumerate(strides) if text in self.ints and text not in seen):
-                lines.append(f"    {strides[axis]} = leaves[{number}].stride({axis})")
-                seen.add(strides[axis])
-            tests.append(f"leaves[{number}].stride() == ({''.join(text + ', ' for text in strides)})")
-        tests += [f"2 <= {name} <= {LARGEST}" for name in self.ints]
-        tests += self.guards()
+        lines, tests = self.reads("leaves[{}]")
         return "\n".join(
-            ["def sizes(leaves):", *lines, f"    if not ({' and '.join(tests)}): return None", f"    return [{', '.join(self.ints)}]", ""]
+            ["def sizes(leaves):", *(f"    {line}" for line in lines)]
+            + [f"    if not ({' and '.join(tests)}): return None", f"    return [{', '.join(self.ints)}]", ""]
         )
+
+    def free(self, number: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Which sizes and which strides of a leaf are no numbers."""
+        _, _, sizes, strides = self.described.get(number, ((), (), (), ()))
+        return tuple([not text.isdigit() for text in sizes]), tuple([not text.isdigit() for text in strides])
 
     def check(self) -> Callable[[list[Any]], list[int] | None]:
         scope: dict[str, Any] = {}
@@ -240,6 +257,13 @@ class Symbols:
                 new[node] = graph.node_copy(node, new.__getitem__)
         graph.lint()
         return torch.fx.GraphModule(module, graph)
+
+
+def rows(sizes: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The texts of the strides of a contiguous tensor; None where `is_contiguous` would not look at every stride."""
+    if {"0", "1"} & {*sizes}:
+        return None
+    return tuple(["*".join(reversed(sizes[axis + 1 :])) or "1" for axis in range(len(sizes))])
 
 
 class Noting(list):

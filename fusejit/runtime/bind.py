@@ -13,6 +13,13 @@ is the result, or `MISS` where anything that the specialisation depends on may d
             return MISS
         return body([a0, a1, *lifted])[0]
 
+Where sizes vary, torch's guards leave them out, and the entry reads and tests them itself, as the general way does:
+
+            _, s0, = a0.shape
+            if not (2 <= s0 <= 1099511627776 and s0 > 4): return MISS
+        ...
+        return body([a0, a1, *lifted, s0])[0]
+
 An entry may only be stricter than the guards. What it checks: every tensor by torch's C guards; the other arguments by type and
 value; the state of torch; of what the capture read, the dicts by their version (a changed dict is a miss, even if it was changed back)
 and the rest by the guards' own conditions. Since no dict has changed, parameters and buffers are the very objects of the last
@@ -128,13 +135,19 @@ class Bindings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call, its flattened arguments, and the parameters and other closed-over tensors that the guards found for it."""
+    """A call, its flattened arguments, and what the guards found for it: parameters and other closed-over tensors, then the sizes
+    that vary."""
 
     receiver: Any
     args: tuple
     kwargs: dict[str, Any]
     leaves: list[Any]
-    lifted: list[Tensor]
+    lifted: list[Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Of what the guards found, the tensors."""
+        return [value for value in self.lifted if isinstance(value, Tensor)]
 
     @property
     def flat(self) -> bool:
@@ -145,19 +158,22 @@ class Call:
 
 def bind(found: Any, call: Call, restless: dict) -> Entry | str:
     """Write the entry of a call, or say why the general way has to check it each time."""
-    leaves, lifted = call.leaves, call.lifted
+    leaves, lifted = call.leaves, call.tensors
     if reason := why_not(found, call):
         return reason
-    given = Given(call)
+    given, symbols = Given(call), found.symbols
     watched = watch(found.guards.writer, lifted, restless)
     scope = torch_state() | watched.scope | {f"v{number}": leaves[number] for number in given.values}
     scope |= {"owner": call.receiver, "names": [*call.kwargs], "lifted": tuple(lifted), "local": LOCAL, "MISS": MISS, "ERRORS": ERRORS}
     scope |= {"body": found.body, "result": found.result, "memory_pattern": memory_pattern, "pattern": found.pattern}
-    scope["same_tensors"] = tensor_check([*(leaves[number] for number in given.distinct), *lifted])
+    free = [symbols.free(number) for number in given.distinct] + [((), ())] * len(lifted) if symbols is not None else ()
+    scope["same_tensors"] = tensor_check([*(leaves[number] for number in given.distinct), *lifted], free)
     tensors, inputs = given.names(given.distinct, lifted), given.names(found.captured.positions, lifted)
     conditions = [f"same_tensors({tensors})", *given.conditions, *STATE, *watched.conditions]
-    conditions += [f"memory_pattern([{inputs}]) == pattern"] if found.pattern is not None else []
-    source = text(given, conditions, returned(found, inputs))
+    reads, tests = symbols.reads("a{}", checked=True) if symbols is not None else ([], [])
+    tests += [f"memory_pattern([{inputs}]) == pattern"] if found.pattern is not None else []
+    inputs = ", ".join([inputs, *symbols.names]) if symbols is not None else inputs
+    source = text(given, [*checks(conditions), *reads, *checks(tests)], returned(found, inputs))
     # under the name of this file, so that a capture that meets an entry takes it for ours and does not look into it
     exec(compile(source, f"{__file__}, entry of {found.captured.name or 'function'}", "exec"), scope)
     if not still(found, call):
@@ -168,13 +184,13 @@ def bind(found: Any, call: Call, restless: dict) -> Entry | str:
 def still(found: Any, call: Call) -> bool:
     """Whether the guards hold and find the same tensors; asked after versions were taken, or a change in between would go unseen."""
     again = found.lifted(call.leaves)
-    return again is not None and all(map(operator.is_, again, call.lifted))
+    return again is not None and len(again) == len(call.lifted) and all(map(operator.is_, again, call.tensors))
 
 
 def renew(entry: Entry, call: Call, restless: dict) -> bool:
     """Take the dicts of an entry as they are now; False where it has to be written anew: other tensors, or dicts that keep changing."""
     tables = [table for table, _ in entry.tables]
-    same = all(map(operator.is_, entry.scope["lifted"], call.lifted)) and all(versioned(table, restless) for table in tables)
+    same = all(map(operator.is_, entry.scope["lifted"], call.tensors)) and all(versioned(table, restless) for table in tables)
     if not (tables and same):
         return False
     versions = tuple((table, version_of(table)) for table in tables)
@@ -192,9 +208,7 @@ def why_not(found: Any, call: Call) -> str:
         return "an argument is a container, or marked as mutable"
     if not (tensors or call.lifted):
         return "it has no tensor among its inputs"
-    if any(not isinstance(value, Tensor) for value in call.lifted):
-        return "its sizes are symbols, which are worked out for each call"
-    if any(type(value) not in PLAIN for value in call.lifted):
+    if any(type(value) not in PLAIN for value in call.tensors):
         return "a tensor that it reads is of a class of its own"
     for number, leaf in enumerate(call.leaves):
         if type(leaf) not in PLAIN and literal(number, leaf) is None:
@@ -228,15 +242,19 @@ class Given:
         return ", ".join([*own, "*lifted"] if lifted else own)
 
 
-def text(given: Given, conditions: list[str], result: str) -> str:
+def checks(conditions: list[str]) -> list[str]:
+    """Statements that leave an entry where a condition does not hold."""
+    return [f"if not ({' and '.join(conditions[start : start + 16])}): return MISS" for start in range(0, len(conditions), 16)]
+
+
+def text(given: Given, statements: list[str], result: str) -> str:
     """The source of an entry. Names of keywords are compared in order, which a function can see."""
     call = given.call
     keyed = "[*kwargs] != names" if call.kwargs else "kwargs"
     lines = ["def entry(receiver, args, kwargs):"]
     lines.append(f"    if receiver is not owner or {keyed} or len(args) != {len(call.args)}: return MISS")
-    lines += unpacked(call) if re.search(r"\ba\d+\b", " ".join([*conditions, result])) else []
-    lines.append("    try:")
-    lines += [f"        if not ({' and '.join(conditions[start : start + 16])}): return MISS" for start in range(0, len(conditions), 16)]
+    lines += unpacked(call) if re.search(r"\ba\d+\b", " ".join([*statements, result])) else []
+    lines += ["    try:", *(f"        {statement}" for statement in statements)]
     return "\n".join([*lines, "    except ERRORS: return MISS", f"    return {result}", ""])
 
 

@@ -33,8 +33,8 @@ class SizedLauncher:
         CompileError: a row is longer than every bucket, or as of `Launcher`.
     """
 
-    def __init__(self, base: KernelSpec, tiles: Sequence[Tiles]) -> None:
-        self.base, self.tiles = base, tuple(tiles)
+    def __init__(self, base: KernelSpec, tiles: Sequence[Tiles], own: tuple[int, ...] = ()) -> None:
+        self.base, self.tiles, self.own = base, tuple(tiles), own
         self.pointers = sum(kind.startswith("*") for kind in base.params)
         self.compiled: dict[tuple[int, tuple[bool, ...]], KernelSpec] = {}
         self.kept: dict[Any, Launcher] = {}
@@ -43,17 +43,21 @@ class SizedLauncher:
         return f"SizedLauncher({self.base.name}, {len(self.compiled)} variants)"
 
     def __call__(self, extents: tuple[int, int, int], *args: Any) -> None:
-        if 0 in extents[:2]:
-            return
-        bucket = self.bucket(extents[2])
-        even = tuple([not size % 16 and type(size) is int for size in args[self.pointers :]])
-        key = (extents, bucket, even)
-        found = self.kept.get(key)
+        found = self.kept.get((extents, args[self.pointers :]))
         if found is None:
-            if len(self.kept) >= KEPT:
-                self.kept.clear()
-            found = self.kept[key] = Launcher(self.spec(bucket, even), self.grid(extents, bucket))
+            if 0 in extents[:2]:
+                return
+            found = self.launcher(extents, args[self.pointers :])
         found(*args)
+
+    def launcher(self, extents: tuple[int, int, int], sizes: tuple) -> Launcher:
+        """Find the launcher for one set of sizes, and keep it for when they come again."""
+        bucket = self.bucket(extents[2])
+        even = tuple([not size % 16 and type(size) is int for size in sizes])
+        if len(self.kept) >= KEPT:
+            self.kept.clear()
+        found = self.kept[extents, sizes] = Launcher(self.spec(bucket, even), self.grid(extents, bucket), self.own)
+        return found
 
     def bucket(self, length: int) -> int:
         """Return which tiles a row of this length takes."""
@@ -78,7 +82,14 @@ class SizedLauncher:
 
 
 def sized_kernel(
-    source: str, *, name: str, params: Sequence[str], tiles: Sequence[Tiles], debug: bool = False, fp_fusion: bool = True
+    source: str,
+    *,
+    name: str,
+    params: Sequence[str],
+    tiles: Sequence[Tiles],
+    debug: bool = False,
+    fp_fusion: bool = True,
+    own: Sequence[int] = (),
 ) -> SizedLauncher:
     """Return the launcher of a kernel for many sizes; arguments as of `fusejit.runtime.launch.kernel`."""
-    return SizedLauncher(KernelSpec(source, name, tuple(params), (), 1, 1, debug, (), fp_fusion), tiles)
+    return SizedLauncher(KernelSpec(source, name, tuple(params), (), 1, 1, debug, (), fp_fusion), tiles, tuple(own))

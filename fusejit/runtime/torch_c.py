@@ -29,32 +29,50 @@ Tensor = torch.Tensor
 # Tensors.
 
 
-def tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return `check(*tensors) -> bool`: as many tensors, all different objects, each with the type, dtype, device, sizes, strides,
-    requires_grad and dispatch keys (conjugation, negation, inference, functorch) of its example."""
+Free = Sequence[tuple[Sequence[bool], Sequence[bool]]]
+"""For each tensor which of its sizes, and which of its strides, may be any; nothing where none may."""
+
+
+def tensor_check(tensors: Sequence[Tensor], free: Free = ()) -> Callable[..., bool]:
+    """Return `check(*tensors) -> bool`: as many tensors, all different objects, each with the type, dtype, device, sizes, strides
+    (but for those that are free), requires_grad and dispatch keys (conjugation, negation, inference, functorch) of its example."""
     if hasattr(_guards, "TensorGuards"):
-        # both keywords have to be there, or it crashes; None asks for equal sizes and strides
-        return _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return python_tensor_check(tensors)
+        # both keywords have to be there, or it crashes; None asks for equal sizes and strides, a list for each that is not None
+        sizes: Any = None
+        strides: Any = None
+        if free:
+            shown = [described(tensor, *parts) for tensor, parts in zip(tensors, free, strict=True)]
+            sizes, strides = [list(one) for one, _ in shown], [list(other) for _, other in shown]
+        return _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return python_tensor_check(tensors, free)
 
 
-def python_tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+def python_tensor_check(tensors: Sequence[Tensor], free: Free = ()) -> Callable[..., bool]:
     """The same in Python, where torch has no `TensorGuards`."""
-    wanted = [tensor_facts(tensor) for tensor in tensors]
+    free = free or [((), ())] * len(tensors)
+    wanted = [tensor_facts(*parts) for parts in zip(tensors, free, strict=True)]
     state = surroundings()
 
     def check(*given: Any) -> bool:
         if len({id(tensor) for tensor in given}) != len(wanted) or surroundings() != state:
             return False
-        return all(isinstance(tensor, Tensor) and tensor_facts(tensor) == facts for tensor, facts in zip(given, wanted, strict=True))
+        return all(isinstance(t, Tensor) and tensor_facts(t, parts) == facts for t, parts, facts in zip(given, free, wanted, strict=True))
 
     return check
 
 
-def tensor_facts(tensor: Tensor) -> tuple:
-    strides = tensor.stride() if tensor.layout is torch.strided else None
+def described(tensor: Tensor, sizes: Sequence[bool], strides: Sequence[bool]) -> tuple[tuple, tuple]:
+    """The sizes and strides of a tensor, None where they may be any."""
+    found = []
+    for values, any_value in ((tensor.shape, sizes), (tensor.stride(), strides)):
+        found.append(tuple([None if may else n for n, may in zip(values, any_value or (False,) * len(values), strict=False)]))
+    return found[0], found[1]
+
+
+def tensor_facts(tensor: Tensor, free: tuple[Sequence[bool], Sequence[bool]] = ((), ())) -> tuple:
+    places = described(tensor, *free) if tensor.layout is torch.strided else (tensor.shape, None)
     keys = torch._C._dispatch_keys(tensor)
-    return (type(tensor), tensor.dtype, tensor.device, tensor.shape, strides, tensor.requires_grad, keys)
+    return (type(tensor), tensor.dtype, tensor.device, tensor.dim(), places, tensor.requires_grad, keys)
 
 
 def surroundings() -> tuple:
