@@ -33,6 +33,7 @@ from .lines import frame_line, kind, user_frame
 from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
 from .outside import on_builtin_call, on_python_call
 from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, refill, same_items
+from .streams import Streams
 
 TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = {
@@ -64,6 +65,7 @@ class Recorder:
         self.owner = threading.get_ident()
         self.codes: set[types.CodeType] = set()
         self.watched: dict[int, Any] = {}
+        self.streams = Streams()
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
         self.cells: list[tuple[types.CellType, Any]] = []
@@ -330,6 +332,7 @@ class Recorder:
         if kind_of in LEAVES or id(value) in self.watched and not isinstance(value, dict):
             return
         self.watched[id(value)] = value
+        self.streams.note(value)
         if isinstance(value, torch.nn.Module):
             self.snapshot_object(value)
             self.note_special(kind_of)

@@ -1,4 +1,4 @@
-"""What a function asks of the process around it: environment variables, context variables, torch's switches.
+"""What a function asks of the process around it: environment variables, context variables, torch's switches, clocks, files.
 
 In: a call that the profile hook of a capture sees. Out: reads of the recorder, which become guards, or a refusal.
 
@@ -13,20 +13,31 @@ from __future__ import annotations
 
 import functools
 import os
+import random
+import time
 import types
 from collections.abc import Mapping
 from contextvars import ContextVar
+from datetime import date, datetime
 from typing import Any
 
 import torch
 
 from ..errors import Unsupported
-from .lines import frame_line, kind
+from .lines import frame_line, kind, user_frame
 from .reads import MISSING, Read
+from .streams import DRAWN
 
 ENVIRONMENT = type(os.environ).__getitem__.__code__
 AROUND = frozenset({os.getenv.__code__, Mapping.get.__code__, Mapping.__contains__.__code__})
 """Between a user's call and the one that reads the environment."""
+CLOCKS = frozenset({
+    time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns, time.process_time,
+    time.process_time_ns, time.localtime, time.gmtime, time.strftime, time.sleep, datetime.now, datetime.utcnow, datetime.today,
+    date.today, open, os.urandom, os.listdir, os.stat,
+})  # fmt: skip
+"""Functions whose result is another one at each call, and which a graph does not call again."""
+FROZEN = "it would run while capturing only, and its result be frozen into the graph; call it outside, and pass the result as an argument"
 INFERENCE = "the capture itself runs outside inference mode, and would see that"
 
 
@@ -50,11 +61,15 @@ def on_python_call(recorder: Any, frame: types.FrameType) -> None:
 def on_builtin_call(recorder: Any, frame: types.FrameType, called: Any) -> None:
     """Record a read of a context variable; refuse a question to which a capture knows no answer."""
     owner = called.__self__
+    if isinstance(owner, random.Random) and id(owner) in recorder.streams.met:
+        raise Unsupported(*DRAWN, frame_line(user_frame(frame)), in_python=False)  # Dynamo has streams of its own
     if kind(frame.f_code.co_filename) == "torch":
         return
     if type(owner) is ContextVar and called.__name__ == "get":
         value = owner.get(MISSING)
         remember(recorder, Read("call", functools.partial(owner.get, MISSING), owner.name, value))
+    elif isinstance(owner, (types.ModuleType, type)) and called in CLOCKS:
+        raise Unsupported(f"{owner.__name__.removeprefix('_')}.{called.__name__}", FROZEN, frame_line(frame))
     elif called is torch.is_inference_mode_enabled and recorder.inference:
         raise Unsupported("torch.is_inference_mode_enabled", INFERENCE, frame_line(frame))
 

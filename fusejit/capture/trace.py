@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 import sys
 import threading
 import types
@@ -36,7 +35,6 @@ from . import tree
 from .arguments import check_arguments, refuse_tensor
 from .arrange import order_graph
 from .effects import Recorder
-from .generators import numpy_state, restore_generators
 from .identity import check_identities
 from .indexing import GET, SET, Picked
 from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame
@@ -46,6 +44,7 @@ from .ordered import OPS as ORDERED
 from .reads import Effect
 from .record import recording
 from .refused import DATA, REFUSED, WAY_OUT, T
+from .streams import DRAWN
 from .symbols import Symbols
 from .transforms import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
 
@@ -326,7 +325,6 @@ def trace_once(
 ) -> Captured:  # fmt: skip
     """Run the body once; whatever happens, put the user's objects back."""
     watcher = LOCAL.recorder = Recorder(rewrite)
-    generators = random.getstate(), numpy_state()
     seeded = torch.get_rng_state()
     error: BaseException | None = None
     try:
@@ -337,7 +335,7 @@ def trace_once(
         error = raised
     finally:
         LOCAL.recorder = LOCAL.tracing = None
-    effects = watcher.restore()
+    effects, drawn = watcher.restore(), watcher.streams.restore()
     if error is not None:
         made = explain_error(error)
         if made is not error:
@@ -345,10 +343,8 @@ def trace_once(
         if isinstance(made, Unsupported):
             made.recorder = watcher  # type: ignore[attr-defined]  # what the failed capture read guards the fallback
         raise made
-    if generators[0] != random.getstate() or generators[1] != numpy_state():
-        restore_generators(generators)
-        reason = "would be frozen into the graph; use torch's, or pass them as arguments"
-        raise Unsupported("Python's or numpy's random numbers", reason, in_python=False)  # Dynamo has streams of its own
+    if drawn:
+        raise Unsupported(*DRAWN, in_python=False)
     if not torch.equal(seeded, torch.get_rng_state()):  # fake tensors draw nothing, so the body has set it
         torch.set_rng_state(seeded)
         reason = "it would take effect at capture only; call it outside"

@@ -28,6 +28,7 @@ from ..capture import trace
 from ..capture.lines import kind
 from ..capture.names import full, users_class
 from ..capture.reads import CONTAINERS, MISSING, Contents, contents, copied, refill
+from ..capture.streams import is_iterator
 from ..errors import Unsupported
 from .select import Site
 
@@ -153,7 +154,7 @@ def state(value: Any) -> Sequence[Any]:
         )
     if isinstance(value, types.GeneratorType):
         return (value.gi_frame.f_lasti, *value.gi_frame.f_locals.values()) if value.gi_frame is not None else ()
-    if type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__"):
+    if is_iterator(value):
         return (operator.length_hint(value, 0), repr(value), *gc.get_referents(value))
     if (numbers := contents(value)) is not None:
         return (numbers,)
