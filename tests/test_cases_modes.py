@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from front import if_net, select_net
 from torch import nn
 from torch.testing import assert_close
 
@@ -135,25 +136,6 @@ def test_case_14_in_every_mode(call):
     assert call(half, fullgraph=True, fast_math=True)(zero).tolist() == [1, 1, 1]
 
 
-def if_net(x, y):
-    out = 0
-    for _ in range(100):
-        if x < y:
-            x = x - y
-        else:
-            x = x + y
-        out = out + x
-    return out
-
-
-def select_net(x, y):
-    out = x
-    for _ in range(100):
-        x = fusejit.select(x < y, x - y, x + y)
-        out = out + x
-    return out
-
-
 @pytest.mark.parametrize("mode", ("trace", "bytecode"))
 @pytest.mark.parametrize("backend", ("eager", "interpret"))
 def test_case_42_in_other_modes(mode, backend):
@@ -161,7 +143,7 @@ def test_case_42_in_other_modes(mode, backend):
     call = functools.partial(jit, capture_mode=mode, backend=backend)
     x, y = torch.tensor([0]), torch.tensor([1])
     assert call(select_net, fullgraph=True)(x, y).item() == -5050
-    with pytest.raises(fusejit.CaptureError, match=r"test_cases_modes.py:\d+: if x < y"):
+    with pytest.raises(fusejit.CaptureError, match=r"front.py:\d+: if x < y"):
         call(if_net, fullgraph=True)(x, y)
     jitted = call(if_net)
     assert jitted(x, y).item() == -5050

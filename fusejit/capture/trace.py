@@ -57,6 +57,8 @@ QUERIES = frozenset((
     T.stride, T.element_size, T.is_floating_point, T.is_complex, T.is_contiguous,
 ))  # fmt: skip
 """What a tensor answers without an op, and without being asked for its values."""
+HIGHER: dict[Any, Callable] = {}
+"""Functions of functions that are traced in place instead; filled by by_hand.py."""
 BINDINGS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 """Functions of torch written in C, which call no other."""
 
@@ -140,6 +142,8 @@ class Tracing(TorchFunctionMode):
         self.token: Tensor | None = None
         self.picked = Picked()
         self.entries: dict[tuple[Any, int], str] = {}
+        self.echo: Callable[[list[Tensor]], None] | None = None  # told of the tensors that a call has changed in place
+        self.changed: list[Tensor] = []
 
     def follow(self, mode: Any) -> None:
         """Record through a proxy mode, from the present grad mode on."""
@@ -149,12 +153,21 @@ class Tracing(TorchFunctionMode):
             self.note_grad()
             if func not in MAKES_CONSTANT:  # a tensor that only a transform's own code has touched
                 args, kwargs = self.replace(args), self.replace(kwargs)
+            if self.echo is not None and getattr(getattr(func, "_schema", None), "is_mutable", False):
+                self.changed.append(args[0])
             return keep(func, args, kwargs)
 
         self.mode, self.grad = mode, torch.is_grad_enabled()
         follow_levels(mode, record)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = self.call(func, args, kwargs, sys._getframe(1))
+        if self.changed and self.echo is not None:
+            self.echo(self.changed)
+            self.changed.clear()
+        return made
+
+    def call(self, func: Any, args: Any, kwargs: Any, caller: Any) -> Any:
         import torch.fx.traceback as fx_traceback  # the module's attribute `current_meta` is replaced now and then
 
         if self.symbols is not None:
@@ -163,7 +176,6 @@ class Tracing(TorchFunctionMode):
             args = self.replace(args)
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
-        caller = sys._getframe(1)
         frame = user_frame(caller, self.stop)
         if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None) and not of_transform(caller):
             op, reason = REFUSED[func]
@@ -175,6 +187,9 @@ class Tracing(TorchFunctionMode):
         if isinstance(func, torch._ops.HigherOrderOperator):
             if transforming():
                 raise Unsupported(f"{func._name} under torch.func", "a function of functions cannot be followed there", frame_line(frame))
+            if func in HIGHER and self.traces_here():
+                with self:
+                    return HIGHER[func](*args, **(kwargs or {}))
             if self.traces_here():
                 self.note_grad()
         if func == DATA:
@@ -466,6 +481,11 @@ def explain_error(error: BaseException) -> BaseException:
     if isinstance(error, (Unsupported, CaptureError)) or not isinstance(error, Exception) or raised_by_user(error):
         return error
     name = type(error).__name__
+    if name == "UncapturedHigherOrderOpError":
+        way_out = 'call fusejit.cond or fusejit.while_loop, or leave capture_mode at "ast"'
+        return Unsupported(
+            "torch.cond or torch.while_loop in a plain trace", f"torch reads it by its bytecode; {way_out}", error_line(error)
+        )
     if name in DATA_DEPENDENT or "data-dependent" in str(error).lower():
         return Unsupported("control flow or a shape that depends on the values of a tensor", DATA_DEPENDENT_WAY_OUT, error_line(error))
     return Unsupported(f"torch ({name})", str(error).strip().split("\n")[0], error_line(error))
