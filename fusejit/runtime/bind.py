@@ -32,7 +32,7 @@ import math
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +161,8 @@ def bind(found: Any, call: Call, restless: dict) -> Entry | str:
     leaves, lifted = call.leaves, call.tensors
     if reason := why_not(found, call):
         return reason
-    given, symbols = Given(call), found.symbols
+    symbols = found.symbols
+    given = Given(call, symbols.scalars if symbols is not None else ())
     watched = watch(found.guards.writer, lifted, restless)
     scope = torch_state() | watched.scope | {f"v{number}": leaves[number] for number in given.values}
     scope |= {"owner": call.receiver, "names": [*call.kwargs], "lifted": tuple(lifted), "local": LOCAL, "MISS": MISS, "ERRORS": ERRORS}
@@ -222,19 +223,19 @@ class Given:
     """The arguments of a call as an entry names them.
 
     Attributes:
-        values: numbers of those that are no tensors; distinct: of the tensors, one of each.
+        values: numbers of those that are no tensors and do not vary; distinct: of the tensors, one of each.
         conditions: that the values are what they were, and the same arguments one and the same tensor.
         whole: `args` holds just the distinct tensors, so none needs a name.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, varying: Container[int]) -> None:
         self.call, leaves = call, call.leaves
-        self.values = [number for number, leaf in enumerate(leaves) if type(leaf) not in PLAIN]
+        self.values = [number for number, leaf in enumerate(leaves) if type(leaf) not in PLAIN and number not in varying]
         first: dict[int, int] = {}
         twins = [(n, first[id(v)]) for n, v in enumerate(leaves) if type(v) in PLAIN and first.setdefault(id(v), n) != n]
         self.distinct = [*first.values()]
         self.conditions = [str(literal(number, leaves[number])) for number in self.values] + [f"a{n} is a{other}" for n, other in twins]
-        self.whole = not self.conditions and not call.kwargs
+        self.whole = not (self.conditions or varying or call.kwargs)
 
     def names(self, numbers: Sequence[int], lifted: Sequence[Tensor]) -> str:
         """The text of some of the arguments, and the lifted tensors behind them."""
