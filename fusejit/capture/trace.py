@@ -402,8 +402,7 @@ def run_body(
         refuse_type(symbols.scalars, watcher.codes)
         module = symbols.bind(module)
     lifted = tuple(value for value, _ in tracing.lifted)
-    outputs = sort_outputs(result[1])
-    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name, regions=blocks)
+    return Captured(module, tuple(positions), lifted, sort_outputs(result[1]), result[0], tracing.same, [], watcher, name, regions=blocks)
 
 
 @contextlib.contextmanager
