@@ -292,7 +292,7 @@ def _copies(values: list[Any]) -> list[Any]:
 
     if not values:
         return []
-    symbolic = any(isinstance(value, torch.SymInt) for value in values)
+    symbolic = any(isinstance(value, torch.SymInt | torch.SymFloat) for value in values)
     with FakeTensorMode() if symbolic else values[0].fake_mode:
         return [
             torch.empty_strided(_numbers(v.shape), _numbers(v.stride()), dtype=v.dtype, device=v.device)
@@ -302,9 +302,9 @@ def _copies(values: list[Any]) -> list[Any]:
         ]
 
 
-def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
+def _numbers(sizes: Sequence[Any]) -> tuple[Any, ...]:
     """Sizes as they were in the call that was traced; asking torch for their values would fix them."""
-    return tuple(n.node.hint if isinstance(n, torch.SymInt) else n for n in sizes)
+    return tuple(n.node.hint if isinstance(n, torch.SymInt | torch.SymFloat) else n for n in sizes)
 
 
 def _in_numbers(program: Program) -> tuple[dict[str, Buffer], list[Any]]:

@@ -49,8 +49,8 @@ def jit(
     """Compile a function or a module when it is called.
 
     Args:
-        fn_or_module: a function, method, callable object or `nn.Module`; None makes a decorator. A class is changed: calling its
-            instances (`forward` of an `nn.Module`, `__call__` of others) runs compiled from then on.
+        fn_or_module: a function, method, callable object or `nn.Module`; None makes a decorator. A class is changed: calls of its
+            instances (`forward` of an `nn.Module`, `__call__` of others) run compiled from then on.
         capture_mode: "ast" rewrites control flow on tensors (`if`, `while`, `and`, ...) into selects, branches and loops of the graph,
             then traces; "trace" traces the Python as it is; "bytecode" lets torch's Dynamo read the bytecode, and where that cannot go
             on (a graph break) runs the Python between two graphs. What "ast" cannot capture falls to "bytecode" where kernels are
@@ -59,12 +59,13 @@ def jit(
         fullgraph: raise `CaptureError` where the function cannot be captured, instead of running it eagerly.
         backend: "auto" (triton for CUDA tensors, eager otherwise), "triton", "interpret" (the kernels on the CPU), "eager".
             FUSEJIT_BACKEND replaces "auto".
-        dynamic: None specialises on the first sizes and makes a dimension that changes a symbol at the second; True makes every dimension
-            of the arguments a symbol at once; False compiles each shape. Sizes 0 and 1 are always specialised. What
-            `torch._dynamo.mark_dynamic`, `maybe_mark_dynamic` and `mark_static` noted on a tensor is honoured (not with False).
+        dynamic: None specialises on the first sizes and makes a dimension that changes a symbol at the second, True all of them at once;
+            False compiles each shape. Sizes 0 and 1 are always specialised. What torch's `mark_dynamic`, `maybe_mark_dynamic` and
+            `mark_static` noted on a tensor is honoured (not with False). Python numbers likewise: an int from 2 on, a float other than
+            0.0, inf and nan is an input of the program from its second value on (with True ints at once); where the body needs it (a loop
+            of so many rounds, `math.sqrt`, a returned number, `type(n)`), each value has a program, and `explain()` says so.
         numerics: "fast" rounds a fused chain once, "eager" after each op as torch does. Random numbers: "fast" makes them inside the
-            kernels, all of a call from one seed that torch's default generator gives; "eager" calls torch's random ops, in the function's
-            order, and has their numbers. Draws that no result needs are not made.
+            kernels, all from one seed of torch's default generator; "eager" calls torch's random ops in order, and has their numbers.
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
             overflows or is nan (codegen/algebra.py has the table).
         cuda_graph: replay the launches of a call at once (runtime/cudagraph.py); None: at O3. Where not, `explain()` has the reason.

@@ -30,9 +30,10 @@ def specialise_sizes(
 def _specialise_sizes(
     sizes: Dynamic, key: tuple, leaves: list[Any], name: Callable[[Any, int], str], make: Callable[..., Specialisation]
 ) -> Specialisation:
-    choice = sizes.choose(key, leaves, name)
-    notes = [f"all sizes are numbers: {choice.why}"] if choice.why and choice.symbols is None else []
-    if choice.symbols is not None:
+    choice, notes = sizes.choose(key, leaves, name), []
+    if choice.why and choice.symbols is None:
+        notes.append(f"all sizes are numbers: {choice.why}")
+    while choice.symbols is not None:
         try:
             found = make(symbols=choice.symbols)
             lines = sizes.settle(key, choice, name)
@@ -42,12 +43,16 @@ def _specialise_sizes(
             if choice.strict and isinstance(error, CaptureError):
                 raise
             reason = f"{error.op}: {error.reason}" if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
-            sizes.refuse(key, reason)
-            notes = [f"all sizes are numbers: {reason}"]
+            if not sizes.fix(key, choice, reason):
+                sizes.refuse(key, reason)
+                notes.append(f"all sizes are numbers: {reason}")
         else:
-            found.why, found.dynamic = choice.why if "changed" in choice.why else "", [*choice.why.split("; "), *lines]
-            sizes.add(key, found)
-            return found
+            if not any(item.axis.scalar for item in choice.symbols.specialised()):
+                found.why, said = choice.why if "changed" in choice.why else "", sizes.fixed(key, name)
+                found.dynamic = [*notes, *choice.why.split("; "), *lines, *said]
+                sizes.add(key, found)
+                return found
+        choice = sizes.choose(key, leaves, name)  # once more without a number that the body needs: for one value it gains nothing
     found = make()
-    found.dynamic = notes
+    found.dynamic = [*notes, *sizes.fixed(key, name)]
     return found

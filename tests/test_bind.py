@@ -286,7 +286,16 @@ def test_without_a_part_of_torchs_c_interface(missing, name, monkeypatch):
     torch.testing.assert_close(jitted(x), module(x))
 
 
-@pytest.mark.parametrize("make", [torch_c.tensor_check, torch_c.python_tensor_check])
+def along_with_dicts(tensors):
+    import torch._dynamo.guards
+
+    dicts = [{"a": n} for n in range(9)]
+    assert torch_c.has_tree(len(dicts) + len(tensors)) and torch._dynamo.guards
+    check = torch_c.dict_check(dicts, (), tensors)
+    return lambda *given: check((*dicts, *given))
+
+
+@pytest.mark.parametrize("make", [torch_c.tensor_check, torch_c.python_tensor_check, along_with_dicts], ids=lambda make: make.__name__)
 def test_tensor_checks_agree(make):
     x, y = torch.randn(4, 8), nn.Parameter(torch.randn(4, 8))
     z = torch.randn(3, dtype=torch.complex64)
@@ -587,3 +596,18 @@ def test_a_program_knows_which_addresses_need_no_look():
     assert "own=(1,)" in source
     source = jit(lambda x, y: (x.softmax(-1) @ y).softmax(-1), backend="interpret").program(x, y).source
     assert "own=" not in source  # the same kernel runs in place on what the matmul returned, which may lie anywhere
+
+
+def test_a_parameter_of_a_deep_module_as_its_argument():
+    """Parameters are checked apart from the arguments there, and an argument may be one of them."""
+    module = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(6)])
+    jitted = jit(module)
+    x = nn.Parameter(torch.randn(3, 3))
+    warm(jitted, x)
+    (entry,) = entries(jitted)
+    assert entry.run(None, (x,), {}) is not MISS
+    for layer in module:
+        assert entry.run(None, (layer.weight,), {}) is MISS
+        torch.testing.assert_close(jitted(layer.weight), module(layer.weight))
+        ours, theirs = (torch.autograd.grad(fn(layer.weight).sum(), [*module.parameters()]) for fn in (jitted, module))
+        torch.testing.assert_close(ours, theirs)

@@ -58,7 +58,9 @@ class Differentiable:
         self.fixed = tuple(number for number, grad in enumerate(requires_grad) if not grad)
         self.values = [node.meta["val"] for node in halves.backward.graph.nodes if node.op == "placeholder"]
         tangents = self.values[halves.saved :]
-        self.sized = any(isinstance(n, torch.SymInt) for value in self.values for n in (getattr(value, "shape", None) or (value,)))
+        self.sized = any(
+            isinstance(n, torch.SymInt | torch.SymFloat) for value in self.values for n in (getattr(value, "shape", None) or (value,))
+        )
         self.traced: tuple = () if self.sized else tuple(tuple(value.stride()) for value in tangents)
         self.orders = [dense_order(value) for value in tangents] if self.sized else []
         self.programs: dict[tuple, Any] = {}

@@ -196,7 +196,10 @@ def fake_inputs(inputs: Sequence[Tensor]) -> list[Tensor]:
     modes = {value.fake_mode for value in inputs if isinstance(value, FakeTensor)}
     mode = modes.pop() if modes else FakeTensorMode()
     with torch.inference_mode(False):
-        return [value if isinstance(value, (FakeTensor, torch.SymInt, int)) else mode.from_tensor(value) for value in inputs]
+        return [
+            value if isinstance(value, (FakeTensor, torch.SymInt, torch.SymFloat, int, float)) else mode.from_tensor(value)
+            for value in inputs
+        ]
 
 
 def build(

@@ -10,11 +10,15 @@ gradients). What is cheap is recomputed in the backward instead of saved: torch'
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 GraphModule = torch.fx.GraphModule
+FLOAT = "fusejit_float"
+"""Where a node keeps its float while torch's partitioner sees a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,10 @@ def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
     """Cut the joint graph; `inputs` are its example inputs and `results` the number of forward results."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition  # costs seconds of import: only when compiling
 
-    forward, backward = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=results)
+    with floats_as_tensors(joint):
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=results)
+    for half in (forward, backward):
+        restore_floats(half)
     sizes = save_in_order(forward, backward, results)
     outputs = forward.graph.output_node().args[0]
     keep_mutated(forward, results)
@@ -57,14 +64,36 @@ def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
     return Halves(forward, backward, results, len(outputs) - results, tuple(gradients), sizes)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def floats_as_tensors(joint: GraphModule) -> Iterator[None]:
+    """Let torch's partitioner take floats that vary for tensors of one element: it saves none of the former for the backward."""
+    changed = [node for node in joint.graph.nodes if isinstance(node.meta.get("val"), torch.SymFloat)]
+    for node in changed:
+        node.meta |= {FLOAT: node.meta["val"], "val": torch.empty((), dtype=torch.float64, device="meta")}
+    try:
+        yield
+    finally:
+        restore_floats(joint)
+
+
+def restore_floats(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        if FLOAT in node.meta:
+            node.meta = {name: value for name, value in node.meta.items() if name != FLOAT} | {"val": node.meta[FLOAT]}
+
+
 def save_in_order(forward: GraphModule, backward: GraphModule, results: int) -> int:
     """Let the forward return what it saves in the backward's order, in which sizes come first; returns their number."""
     output = forward.graph.output_node()
     values = list(output.args[0])  # type: ignore[arg-type]
     saved = {value.name: value for value in values[results:] if isinstance(value, torch.fx.Node)}
     inputs = [node for node in backward.graph.nodes if node.op == "placeholder"][: len(values) - results]
-    sizes = sum(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs)
+    numbers = [node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat)]
+    sizes = len(numbers)
     if sizes:
+        for number in reversed(numbers):
+            next(iter(backward.graph.nodes)).prepend(number)
+        inputs = [*numbers, *(node for node in inputs if node not in numbers)]
         output.args = ((*values[:results], *(saved[node.name] for node in inputs)),)
     return sizes
 

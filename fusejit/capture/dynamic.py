@@ -1,4 +1,4 @@
-"""Dynamic: which sizes of a function's arguments may vary, and the specialisations that hold for many sizes.
+"""Dynamic: which sizes of a function's arguments, and which Python numbers among them, may vary; the specialisations that hold for many.
 
 In: the keys of calls that no specialisation was found for, one after the other. Out: the `Symbols` of the next capture, or none; and
 for later calls of other sizes, the specialisation whose check they pass.
@@ -7,7 +7,8 @@ for later calls of other sizes, the specialisation whose check they pass.
     >>> sizes.symbols(key_of_first_call, leaves, name)     # None: the first call specialises on its sizes
     >>> sizes.symbols(key_of_second_call, leaves, name)    # the dimension that changed is s0 from now on
 
-`dynamic=None` generalises what changed, True everything at once, False nothing. What a body needs the value of becomes fixed again.
+`dynamic=None` generalises what changed, True every size and int at once (floats when they change), False nothing. What a body needs the
+value of becomes fixed again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from ..errors import CaptureError
 from .guards import memory_pattern
-from .symbols import Axis, Symbols
+from .symbols import LARGEST, VALUE, Axis, Symbols
 
 Tensor = torch.Tensor
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -30,16 +31,16 @@ VARIES = -1
 
 @dataclass(slots=True)
 class Family:
-    """The calls that differ in nothing but sizes and strides.
+    """The calls that differ in nothing but sizes, strides and Python numbers.
 
     Attributes:
-        sizes, strides: for each leaf, the value of each axis, or VARIES.
+        sizes, strides: for each leaf, the value of each axis, or VARIES; of a number, its key (see `guards.value_key`).
         apart: axes that share no symbol, because one of those that did was needed as a number.
         fixed: axes that stay numbers, each with the reason; `refused`: why there are no symbols at all.
         found: the specialisations that hold for several sizes, newest first.
     """
 
-    sizes: dict[int, list[int]] = field(default_factory=dict)
+    sizes: dict[int, list[Any]] = field(default_factory=dict)
     strides: dict[int, list[int]] = field(default_factory=dict)
     apart: set[Axis] = field(default_factory=set)
     fixed: dict[Axis, str] = field(default_factory=dict)
@@ -61,10 +62,17 @@ def varies(entry: Any) -> bool:
     return len(entry) == 6 and entry[0] in PLAIN and len(entry[2]) > 0 and isinstance(entry[3], tuple)
 
 
+def scalar(entry: Any) -> bool:
+    """Whether an entry of a key is a Python number that may vary: an int from 2 on, a finite float other than zero."""
+    if len(entry) != 2 or entry[0] is not int and entry[0] is not float:
+        return False
+    return 2 <= entry[1] <= LARGEST if entry[0] is int else entry[1] not in ("0.0", "-0.0", "inf", "-inf", "nan")
+
+
 def without_sizes(key: tuple) -> tuple:
-    """A call's key without the sizes and strides of its tensors."""
+    """A call's key without the sizes and strides of its tensors, and without its Python numbers."""
     pattern, *entries = key[2]
-    rest = tuple([(e[0], e[1], len(e[2]), None, e[4], e[5]) if varies(e) else e for e in entries])
+    rest = tuple([(e[0], e[1], len(e[2]), None, e[4], e[5]) if varies(e) else (e[0],) if scalar(e) else e for e in entries])
     return (key[0], key[1], (pattern, *rest), key[3])
 
 
@@ -95,6 +103,7 @@ class Dynamic:
         strict: set[Axis] = set()
         asked: set[Axis] = set()
         varying: dict[int, frozenset[int]] = {}
+        scalars = self.scalars(family, key)
         for number, entry in enumerate(key[2][1:]):
             if varies(entry):
                 marked = marks(leaves[number], "_dynamo_dynamic_indices")
@@ -103,7 +112,7 @@ class Dynamic:
                 asked |= {Axis(number, axis) for axis in marks(leaves[number], "_dynamo_weak_dynamic_indices") | marked}
                 if axes or self.free_strides(family, number):
                     varying[number] = axes
-        if not varying or family.refused:
+        if not (varying or any(scalars.values())) or family.refused:
             return Choice(None, family.refused)
         tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         if memory_pattern([tensor for tensor in tensors if tensor.layout is torch.strided]):
@@ -113,15 +122,28 @@ class Dynamic:
             if varies(entry):
                 varying.setdefault(number, frozenset())
         free = frozenset((n, axis) for n in family.strides for axis in self.free_strides(family, n))
-        symbols = Symbols(leaves, varying, free, frozenset(family.apart))
+        symbols = Symbols(leaves, varying, free, frozenset(family.apart), scalars)
         if not symbols.ints:
             return Choice(None)
         return Choice(symbols, "; ".join(self.reasons(symbols, key, (changed, asked), name)), frozenset(strict))
 
-    def note(self, family: Family, key: tuple) -> dict[Axis, int]:
-        """Compare a call's sizes with those before; returns what changed now and its value before."""
-        changed: dict[Axis, int] = {}
+    def scalars(self, family: Family, key: tuple) -> dict[int, bool]:
+        """The Python numbers of a call that calls of its family have others of, and whether each becomes a symbol."""
+        found = {}
         for number, entry in enumerate(key[2][1:]):
+            if scalar(entry):
+                asked = family.sizes[number] == [VARIES] or self.setting is True and entry[0] is int
+                found[number] = asked and Axis(number, VALUE) not in family.fixed
+        return found
+
+    def note(self, family: Family, key: tuple) -> dict[Axis, Any]:
+        """Compare a call's sizes with those before; returns what changed now and its value before."""
+        changed: dict[Axis, Any] = {}
+        for number, entry in enumerate(key[2][1:]):
+            if scalar(entry):
+                (before,) = seen = family.sizes.setdefault(number, [entry[1]])
+                if before not in (entry[1], VARIES):
+                    changed[Axis(number, VALUE)], seen[0] = before, VARIES
             if not varies(entry):
                 continue
             for table, values, stride in ((family.sizes, entry[2], False), (family.strides, literal(entry), True)):
@@ -146,15 +168,15 @@ class Dynamic:
     def free_strides(self, family: Family, number: int) -> list[int]:
         return [axis for axis, value in enumerate(family.strides[number]) if value == VARIES]
 
-    def reasons(self, symbols: Symbols, key: tuple, known: tuple[dict[Axis, int], set[Axis]], name: Callable[[Any, int], str]) -> list[str]:
+    def reasons(self, symbols: Symbols, key: tuple, known: tuple[dict[Axis, Any], set[Axis]], name: Callable[[Any, int], str]) -> list[str]:
         """Say of each symbol why it is one."""
         lines, (changed, asked) = [], known
         for axes in symbols.axes.values():
             for axis in axes:
-                what = f"{'stride' if axis.stride else 'dimension'} {axis.number} of {name(key[0], axis.leaf)}"
+                what, entry = title(axis, name(key[0], axis.leaf)), key[2][1 + axis.leaf]
                 if axis in changed:
-                    entry = key[2][1 + axis.leaf]
-                    lines.append(f"{what} changed: {changed[axis]} → {entry[3 if axis.stride else 2][axis.number]}, now dynamic")
+                    now = entry[1] if axis.scalar else entry[3 if axis.stride else 2][axis.number]
+                    lines.append(f"{what} changed: {changed[axis]} → {now}, now dynamic")
                 elif self.setting is True:
                     lines.append(f"{what} is dynamic")
                 else:
@@ -175,12 +197,24 @@ class Dynamic:
                 family.apart.add(item.axis)
             else:
                 family.fixed[item.axis] = str(item)
-            what = f"dimension {item.axis.number} of {name(key[0], item.axis.leaf)}"
+            what = title(item.axis, name(key[0], item.axis.leaf))
             if item.axis in choice.strict:
                 way_out = "torch._dynamo.maybe_mark_dynamic allows that; or compute with tensor ops"
                 raise CaptureError(f"{what} is marked dynamic, but {item}: {way_out}")
             lines.append(f"{what} is not dynamic: {item}")
         return lines
+
+    def fix(self, key: tuple, choice: Choice, reason: str) -> bool:
+        """Keep the Python numbers of a failed capture with symbols as numbers from now on; whether there were any."""
+        assert choice.symbols is not None
+        numbers = [Axis(leaf, VALUE) for leaf in choice.symbols.scalars]
+        self.families[without_sizes(key)].fixed.update(dict.fromkeys(numbers, reason))
+        return bool(numbers)
+
+    def fixed(self, key: tuple, name: Callable[[Any, int], str]) -> list[str]:
+        """Why Python numbers among the arguments of such calls do not vary."""
+        family = self.families.get(without_sizes(key), Family())
+        return [f"{title(axis, name(key[0], axis.leaf))} is not dynamic: {why}" for axis, why in family.fixed.items() if axis.scalar]
 
     def add(self, key: tuple, found: Any) -> None:
         """Keep a specialisation for calls of other sizes."""
@@ -195,6 +229,11 @@ class Dynamic:
         family = self.families.get(without_sizes(key))
         if family is not None:
             family.found = [other for other in family.found if other is not found]
+
+
+def title(axis: Axis, name: str) -> str:
+    """What a symbol stands for, of the argument `name`."""
+    return f"argument {name}" if axis.scalar else f"{'stride' if axis.stride else 'dimension'} {axis.number} of {name}"
 
 
 def marks(leaf: Tensor, attribute: str) -> set[int]:

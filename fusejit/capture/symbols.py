@@ -1,7 +1,9 @@
-"""Symbols: sizes that may vary, for one capture: the fake tensors that have them, the graph's inputs for them, and their check.
+"""Symbols: sizes and Python numbers that may vary, for one capture: the fake tensors that have them, the graph's inputs for them, and
+their check.
 
-In: the leaves of a call and the axes of them that may vary. Out: `Symbols`: a fake twin of each tensor, and afterwards the graph with
-the sizes as inputs, and the text of a function that reads them from a call, or says that the graph does not hold for it.
+In: the leaves of a call, the axes of them that may vary and the numbers among them that may. Out: `Symbols`: a fake twin of each tensor,
+and afterwards the graph with the sizes as inputs, and the text of a function that reads them from a call, or says that the graph does not
+hold for it.
 
     >>> symbols = Symbols([torch.ones(5, 64)], {0: frozenset({0})}); ...; print(symbols.source())
     def sizes(leaves):
@@ -10,15 +12,16 @@ the sizes as inputs, and the text of a function that reads them from a call, or 
         return [s0]
 
 torch's ShapeEnv does the algebra and collects the guards; equal sizes share a symbol (duck shaping) and are then checked to be equal.
-0 and 1 are never symbols: torch specialises on them, and so do we.
+0 and 1 are never symbols: torch specialises on them, and so do we; nor is a float that is 0.0, infinite or nan.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,13 +38,21 @@ SIZE_OPS = {torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.op
             torch.ops.aten.sym_storage_offset.default}  # fmt: skip
 
 
+VALUE = -1
+"""In the place of an axis: a Python number among the arguments."""
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A size, or a stride, of a leaf: what a symbol stands for."""
+    """A size, or a stride, of a leaf, or the leaf itself where that is a Python number: what a symbol stands for."""
 
     leaf: int
     number: int
     stride: bool = False
+
+    @property
+    def scalar(self) -> bool:
+        return self.number == VALUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +60,7 @@ class Specialised:
     """A symbol that the body needed the value of; `line` is the user's where that is known; `shared`: others had it."""
 
     axis: Axis
-    value: int
+    value: float
     line: str = ""
     shared: bool = False
 
@@ -62,7 +73,8 @@ class Symbols:
 
     Attributes:
         mode: the fake mode whose ShapeEnv holds them. names: s0, s1, ..., in the order of the graph's inputs.
-        ints: {name: torch's symbolic integer}; axes: {name: every axis that has it}.
+        ints: {name: torch's symbolic integer, or float}; axes: {name: every axis that has it}.
+        scalars: {number of a leaf that is a Python number: its name}; fixed: the other Python numbers, of which the check looks at each.
     """
 
     def __init__(
@@ -71,13 +83,14 @@ class Symbols:
         varying: dict[int, frozenset[int]],
         strides: frozenset[tuple[int, int]] = frozenset(),
         apart: frozenset[Axis] = frozenset(),
+        scalars: Mapping[int, bool] = MappingProxyType({}),
     ) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.env.guards = self.guarded = Noting()
-        self.env._generate_unique_id = lambda name: int(name[1:])  # type: ignore[method-assign,assignment]  # torch's s0 is ours, where it is asked
+        self.env._generate_unique_id = lambda name: int(name.lstrip("szf"))  # type: ignore[method-assign,assignment]  # torch's s0 is ours, where it is asked
         self.mode = FakeTensorMode(shape_env=self.env, static_shapes=True)
         self.ints: dict[str, Any] = {}
         self.axes: dict[str, list[Axis]] = {}
@@ -90,6 +103,10 @@ class Symbols:
             if number in varying and id(leaf) not in self.numbers:
                 self.numbers[id(leaf)] = number
                 self.described[number] = self.describe(leaf, number, varying[number], (strides, apart), duck)
+        self.scalars = {number: self.make(leaves[number]) for number, varies in scalars.items() if varies}
+        self.fixed = {number: leaves[number] for number in scalars if number not in self.scalars}
+        for number, name in self.scalars.items():
+            self.axes[name].append(Axis(number, VALUE))
 
     def describe(self, leaf: Tensor, number: int, axes: frozenset[int], known: tuple, duck: dict[int, str]) -> tuple:
         """Return the symbolic sizes and strides of a tensor, and their texts. A dense stride is a product of sizes, others are numbers."""
@@ -123,20 +140,28 @@ class Symbols:
                 step, dense, inner = leaf.stride(axis) * leaf.shape[axis], strides[axis] * sizes[axis], [*parts, texts[axis]]
         return tuple(sizes), tuple(strides), tuple(texts), tuple(stride_texts)
 
-    def make(self, value: int) -> str:
-        """Make a symbol whose value is `value` in this call."""
+    def make(self, value: float) -> str:
+        """Make a symbol whose value is `value` in this call, under the name that torch will give it."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-        name = f"s{len(self.ints)}"
-        origin = source(name)
-        symbol = self.env.create_symbol(value, origin, DimDynamic.DYNAMIC)
-        self.ints[name] = self.env.create_symintnode(symbol, hint=value, source=origin)
+        if type(value) is float:
+            origin = source(name := f"zf{len(self.ints)}")
+            symbol = self.env.create_unspecified_symbol(value, origin, DimDynamic.DYNAMIC)
+            self.ints[name] = self.env.create_symfloatnode(symbol, hint=value, source=origin)
+        else:
+            origin = source(name := f"s{len(self.ints)}")
+            symbol = self.env.create_symbol(value, origin, DimDynamic.DYNAMIC)  # type: ignore[arg-type]
+            self.ints[name] = self.env.create_symintnode(symbol, hint=value, source=origin)  # type: ignore[arg-type]
         self.axes[name], self.known[str(symbol)] = [], name
         return name
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.ints)
+
+    def given(self) -> dict[int, Any]:
+        """What the body gets for Python numbers that vary, by the number of the leaf."""
+        return {number: self.ints[name] for number, name in self.scalars.items()}
 
     def fake(self, leaf: Tensor) -> Tensor:
         """Make a fake twin of an argument: with symbolic sizes where they vary."""
@@ -172,6 +197,15 @@ class Symbols:
         return spell(value.node.expr, self.known) if isinstance(value, torch.SymInt) else str(int(value))
 
     def guards(self) -> list[str]:
+        """The conditions that the body asked for.
+
+        Raises:
+            Unsupported: one computes with a float argument, which torch's algebra does in another order than Python.
+        """
+        for guard in self.env.guards:
+            floats = {symbol for symbol in guard.expr.free_symbols if str(symbol).startswith("zf")}
+            if floats - {*guard.expr.args}:
+                raise Unsupported("dynamic numbers", f"the function decides by what it computes from a float argument: {guard.expr}")
         return list(dict.fromkeys(spell(guard.expr, self.known) for guard in self.env.guards))
 
     def reads(self, leaf: str, checked: bool = False) -> tuple[list[str], list[str]]:
@@ -199,7 +233,13 @@ class Symbols:
             if not (checked and all(map(str.isdigit, strides))):
                 dense = checked and strides == rows(sizes)
                 tests.append(f"{tensor}.is_contiguous()" if dense else f"{tensor}.stride() == ({''.join(text + ', ' for text in strides)})")
-        return lines, [*tests, *(f"2 <= {name} <= {LARGEST}" for name in self.ints), *self.guards()]
+        for number, name in self.scalars.items():
+            lines.append(f"{name} = {leaf.format(number)}")
+            tests.append(f"type({name}) is {'int' if name[0] == 's' else 'float'}")
+        for number, value in self.fixed.items() if not checked else ():
+            tests.append(f"type({leaf.format(number)}) is {type(value).__name__} and {leaf.format(number)} == {value!r}")
+        ranges = [f"2 <= {name} <= {LARGEST}" if name[0] == "s" else f"{name} - {name} == 0 != {name}" for name in self.ints]
+        return lines, [*tests, *ranges, *self.guards()]
 
     def source(self) -> str:
         """The text of `sizes(leaves)`: the values of the symbols, or None where the graph does not hold."""
@@ -223,7 +263,8 @@ class Symbols:
         """The axes whose symbol became a number."""
         found = []
         for name, value in self.ints.items():
-            if isinstance(value, torch.SymInt) and (number := value.node.maybe_as_int()) is not None:
+            if isinstance(value, torch.SymInt | torch.SymFloat) and value.node.expr.is_number:
+                number = value.node.hint
                 found += [Specialised(axis, number, self.line(name), len(self.axes[name]) > 1) for axis in self.axes[name]]
         return found
 
@@ -241,13 +282,18 @@ class Symbols:
         new: dict[torch.fx.Node, torch.fx.Node] = {}
         scope: dict[str, Any] = {"max": torch.sym_max, "min": torch.sym_min}
         made: dict[str, Any] = {}
+        taken: dict[torch.fx.Node, str] = {}
+        names = [*self.scalars.values()]
         for node in module.graph.nodes:
             if node.op != "placeholder" and not (scope.keys() & self.ints.keys()):
                 for name, value in self.ints.items():
                     place = graph.placeholder(name)
                     place.meta["val"] = value
                     scope[name] = torch.fx.Proxy(place)
-            if node.target in SIZE_OPS:
+                new |= {old: scope[name].node for old, name in taken.items()}
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat):
+                taken[node] = names[len(taken)]
+            elif node.target in SIZE_OPS:
                 text = self.size(node.meta["val"])
                 if text not in made:
                     value = eval(text, scope)

@@ -38,7 +38,7 @@ from .effects import Recorder
 from .identity import check_identities
 from .indexing import GET, SET, Picked
 from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame
-from .lookalike import lookalike
+from .lookalike import lookalike, refuse_type
 from .ordered import ASSERTS, as_check
 from .ordered import OPS as ORDERED
 from .reads import Effect
@@ -384,13 +384,14 @@ def run_body(
     positions = tracing.take(leaves)
     fakes = [tracing.twins[id(leaves[position])] for position in positions]
     result: list[Any] = []
+    numbers = symbols.given() if symbols is not None else {}
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         stand_in = dict(zip(tracing.arguments, inputs))
         mode: Any = get_proxy_mode()
         watcher.ignored.add(id(mode.tracer.root))
         tracing.follow(mode)
-        values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        values = [stand_in[id(leaf)] if isinstance(leaf, Tensor) else numbers.get(n, leaf) for n, leaf in enumerate(leaves)]
         args, kwargs = tree.unflatten(structure, iter(values))
         as_ints = lookalike() if symbols is not None else contextlib.nullcontext()
         with tracing, watcher, blocks or contextlib.nullcontext(), as_ints:  # inside the trace: fx replaces nn.Module.__getattr__ too
@@ -408,15 +409,15 @@ def run_body(
     tracing.stop = body.__code__
     with capture_state(), fake_mode, outside_levels(fake_mode), fx_traceback.preserve_node_meta(), _use_lazy_graph_module(True):
         fx_traceback.current_meta.pop("stack_trace", None)
-        module = make_fx(body, tracing_mode="real", pre_dispatch=True)(*fakes)
+        module = make_fx(body, tracing_mode="real", pre_dispatch=True)(*fakes, *numbers.values())
     if blocks:
         blocks.finish(module)
     order_graph(module, [node for _, node in tracing.lifted])
     if symbols is not None:
+        refuse_type(symbols.scalars, watcher.codes)
         module = symbols.bind(module)
     lifted = tuple(value for value, _ in tracing.lifted)
-    outputs = sort_outputs(result[1])
-    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name, regions=blocks)
+    return Captured(module, tuple(positions), lifted, sort_outputs(result[1]), result[0], tracing.same, [], watcher, name, regions=blocks)
 
 
 @contextlib.contextmanager
@@ -450,8 +451,8 @@ def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
         if isinstance(item, Tensor):
             found.append(count)
             count += 1
-        elif isinstance(item, torch.SymInt):
-            found.append(Constant(int(item)))  # the size is fixed by that
+        elif isinstance(item, torch.SymInt | torch.SymFloat):
+            found.append(Constant(int(item) if isinstance(item, torch.SymInt) else float(item)))  # it is fixed by that
         elif isinstance(item, OUTPUT_VALUES) or callable(item) or not hasattr(item, "__dict__"):
             found.append(Constant(item))
         else:

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import Unsupported
-from .cluster import Cluster, Compute, Expr, Iota, Load, Reduce, Scan, Store, children
+from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Reduce, Scan, Store, children
 from .ends import PeeledTape
 from .hinted import hinted, hinted_buffers, symbolic
 from .keep import along_row, kept
@@ -30,7 +30,7 @@ from .order import reads
 from .pattern import Foreach
 from .peel import is_flat, peel, tile_columns
 from .schedule import Schedule, power_of_two, second_axis
-from .size import AnySize, divide, hint, product, scope, scope_names
+from .size import AnySize, Size, divide, hint, product, scope, scope_names, symbols
 from .tape import Tape
 
 INDEX_OPS = {"index_div", "index_mod"}
@@ -60,7 +60,8 @@ def finish(
     fields["params"] = ", ".join([fields["params"], *sizes]) if sizes else fields["params"]
     body = _template(tiles.template).render(name="NAME", **fields)
     pointers = tuple(STORAGE[buffers[a].dtype].pointer for a in arguments)
-    pointers += tuple("fp64" if name in scope().floats else "i64" if fields.get("wide") else "i32" for name in sizes)
+    wide = bool(fields.get("wide")) or bool(sizes) and isinstance(step, Cluster) and not all(map(narrow, step.order))
+    pointers += tuple("fp64" if name in scope().floats else "i64" if wide else "i32" for name in sizes)
     model, now = (hinted(step), hinted_buffers(buffers, (*reads(step), *step.writes))) if isinstance(step, Cluster) else (step, buffers)
     order = step.order if isinstance(step, Cluster) else step.rows[0].body(2).order
     # the text alone does not tell float32 from float64, nor one tile size from another
@@ -71,6 +72,13 @@ def finish(
         fp_fusion=numerics == "fast", arguments=arguments, ops=step.lines, bytes_read=sum(reads_of(model, now).values()),
         bytes_written=bytes_written(model, now), cluster=step, schedule=tiles, sizes=sizes, extents=extents,
     )  # fmt: skip
+
+
+def narrow(node: Expr) -> bool:
+    """Whether 32 bits hold the number that an expression of sizes stands for, and each part of it; assumed of other sizes."""
+    if not isinstance(node, Const) or not isinstance(node.value, Size) or symbols(node.value) & scope().floats:
+        return True
+    return bool(Size(tuple((monomial, abs(factor)) for monomial, factor in node.value.terms)) < 2**31)
 
 
 @cache

@@ -37,13 +37,13 @@ class Scope:
         steps: both as statements, in the order in which they were made: an assumption may be what lets an atom be computed.
     """
 
-    def __init__(self, hints: dict[str, int]) -> None:
+    def __init__(self, hints: Mapping[str, Any]) -> None:
         self.hints = dict(hints)
         self.atoms: dict[str, str] = {}
         self.guards: dict[str, None] = {}
         self.steps: list[str] = []
-        self.bounds = dict.fromkeys(hints, (2, LARGEST))
-        self.floats: set[str] = set()
+        self.floats = {name for name, value in hints.items() if isinstance(value, float)}
+        self.bounds = {name: UNKNOWN if name in self.floats else (2, LARGEST) for name in hints}
 
     def __enter__(self) -> Scope:
         self.outside, STATE.scope = getattr(STATE, "scope", None), self
@@ -337,6 +337,8 @@ def spell(expression: Any, names: Mapping[str, str]) -> str:
         return names[str(expression)]
     if getattr(expression, "is_Integer", False):
         return str(int(expression))
+    if kind == "Float":
+        return repr(float(expression))
     parts = [spell(part, names) for part in expression.args]
     if kind in INFIX and (kind != "Pow" or parts[1].isdigit()):
         return "(" + f" {INFIX[kind]} ".join(parts) + ")"

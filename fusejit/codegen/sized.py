@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..errors import Unsupported
 from .layout import contiguous
-from .size import AnySize, Size, hint, number, product, read, spell
+from .size import AnySize, Size, hint, number, product, read, scope, spell, symbols
 
 Tensor = torch.Tensor
 Bound = tuple[tuple[str, int, int], ...]
@@ -36,8 +36,10 @@ LINEAR: dict[Any, Callable[..., Any]] = {
 }
 FLOATS: dict[Any, tuple[str, Callable[..., float]]] = {
     operator.truediv: ("{} / {}", operator.truediv), operator.pow: ("{} ** {}", operator.pow), torch.sym_sqrt: ("{} ** 0.5", math.sqrt),
+    operator.add: ("{} + {}", operator.add), operator.sub: ("{} - {}", operator.sub), operator.mul: ("{} * {}", operator.mul),
+    operator.neg: ("-{}", operator.neg),
 }  # fmt: skip
-"""What makes a float of sizes, by the op: Python text, and its value."""
+"""What makes a float of numbers, by the op: Python text, and its value."""
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -50,10 +52,16 @@ def bound(values: Sequence[Any]) -> Bound:
     found: dict[str, tuple[str, int, int]] = {}
     used: set[str] = set()
     for place, value in enumerate(values):
-        parts = [(-1, value)] if isinstance(value, torch.SymInt) else list(enumerate(value.shape)) if isinstance(value, Tensor) else []
+        parts: list = (
+            [(-1, value)]
+            if isinstance(value, torch.SymInt | torch.SymFloat)
+            else list(enumerate(value.shape))
+            if isinstance(value, Tensor)
+            else []
+        )
         more = [*value.stride(), value.storage_offset()] if isinstance(value, Tensor) and value.layout is torch.strided else []
         for axis, part in [*parts, *((-2, part) for part in more)]:
-            if not isinstance(part, torch.SymInt) or part.node.maybe_as_int() is not None:
+            if not isinstance(part, torch.SymInt | torch.SymFloat) or part.node.expr.is_number:
                 continue
             expression = part.node.expr
             used |= {str(name) for name in expression.free_symbols}
@@ -69,7 +77,7 @@ def hints(values: Sequence[Any], known: Bound) -> dict[str, int]:
     found = {}
     for name, place, axis in known:
         value = values[place] if axis < 0 else values[place].shape[axis]
-        found[name] = int(value.node.hint)
+        found[name] = value.node.hint
     return found
 
 
@@ -94,7 +102,7 @@ def sized(module: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, list
         made.meta = dict(node.meta)
         if "val" in node.meta:
             made.meta["val"] = torch.utils._pytree.tree_map(lambda v: stand_in(v, stands), value)
-        if node.op == "placeholder" and isinstance(value, torch.SymInt):
+        if node.op == "placeholder" and isinstance(value, torch.SymInt | torch.SymFloat):
             new[node] = size_of(value)
     return GraphModule(torch.nn.Module(), graph), [stand_in(value, stands) for value in inputs]
 
@@ -104,7 +112,7 @@ def float_of(node: Node, new: dict[Node, Any]) -> Any:
     a, *rest = torch.fx.node.map_arg(node.args, new.__getitem__)
     if node.target is torch.sym_float:
         return a
-    if node.target in LINEAR:
+    if node.target in LINEAR and not any(symbols(value) & scope().floats for value in (a, *rest)):
         return LINEAR[node.target](a, *rest)
     if node.target not in FLOATS:
         raise Unsupported("dynamic sizes", f"{node.target} makes a number of a size")
@@ -113,8 +121,8 @@ def float_of(node: Node, new: dict[Node, Any]) -> Any:
 
 
 def size_of(value: Any) -> AnySize:
-    """Return a symbolic integer as a `Size`, any other as it is."""
-    if not isinstance(value, torch.SymInt):
+    """Return a symbolic integer, or a float argument, as a `Size`, any other as it is."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat):
         return value
     expression = value.node.expr
     names = {str(name): str(name) for name in expression.free_symbols}
@@ -123,7 +131,7 @@ def size_of(value: Any) -> AnySize:
 
 def stand_in(value: Any, known: dict[int, Any]) -> Any:
     """Return what stands for a value of the trace: tensors without a symbolic size stay."""
-    if isinstance(value, torch.SymInt):
+    if isinstance(value, torch.SymInt | torch.SymFloat):
         return size_of(value)
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return value

@@ -395,4 +395,6 @@ def _number(value: bool | int | float | Size) -> str:
         return f"{value}"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, float) and not value and math.copysign(1.0, value) < 0:
+        return "(tl.full((), 0.0, tl.float32) * -1.0)"  # Triton makes +0.0 of a literal -0.0
     return repr(value)

@@ -32,7 +32,7 @@ import math
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ import torch
 from ..capture.guards import VALUES, memory_pattern
 from ..capture.reads import CONTAINERS, Contents, Read, contents
 from ..capture.trace import LOCAL, active
-from .torch_c import counts_changes, dict_check, tensor_check, version_of
+from .torch_c import counts_changes, dict_check, has_tree, tensor_check, version_of
 
 Tensor = torch.Tensor
 MISS: Any = object()
@@ -161,15 +161,20 @@ def bind(found: Any, call: Call, restless: dict) -> Entry | str:
     leaves, lifted = call.leaves, call.tensors
     if reason := why_not(found, call):
         return reason
-    given, symbols = Given(call), found.symbols
+    symbols = found.symbols
+    given = Given(call, symbols.scalars if symbols is not None else ())
     watched = watch(found.guards.writer, lifted, restless)
+    beside = [] if watched.tensors else lifted  # of the arguments' check
     scope = torch_state() | watched.scope | {f"v{number}": leaves[number] for number in given.values}
     scope |= {"owner": call.receiver, "names": [*call.kwargs], "lifted": tuple(lifted), "local": LOCAL, "MISS": MISS, "ERRORS": ERRORS}
     scope |= {"body": found.body, "result": found.result, "memory_pattern": memory_pattern, "pattern": found.pattern}
-    free = [symbols.free(number) for number in given.distinct] + [((), ())] * len(lifted) if symbols is not None else ()
-    scope["same_tensors"] = tensor_check([*(leaves[number] for number in given.distinct), *lifted], free)
-    tensors, inputs = given.names(given.distinct, lifted), given.names(found.captured.positions, lifted)
-    conditions = [f"same_tensors({tensors})", *given.conditions, *STATE, *watched.conditions]
+    free = [symbols.free(number) for number in given.distinct] + [((), ())] * len(beside) if symbols is not None else ()
+    scope["same_tensors"] = tensor_check([*(leaves[number] for number in given.distinct), *beside], free)
+    scope["elsewhere"] = frozenset(map(id, lifted)).isdisjoint
+    tensors, inputs = given.names(given.distinct, beside), given.names(found.captured.positions, lifted)
+    conditions = [f"same_tensors({tensors})"] if given.distinct or beside else []
+    conditions += [f"elsewhere(map(id, ({tensors},)))"] if watched.tensors and given.distinct else []
+    conditions += [*given.conditions, *STATE, *watched.conditions]
     reads, tests = symbols.reads("a{}", checked=True) if symbols is not None else ([], [])
     tests += [f"memory_pattern([{inputs}]) == pattern"] if found.pattern is not None else []
     inputs = ", ".join([inputs, *symbols.names]) if symbols is not None else inputs
@@ -194,7 +199,8 @@ def renew(entry: Entry, call: Call, restless: dict) -> bool:
     if not (tables and same):
         return False
     versions = tuple((table, version_of(table)) for table in tables)
-    unchanged = dict_check(tables, entry.scope["watched"][len(tables) :])
+    objects, tensors = entry.scope["others"]
+    unchanged = dict_check(tables, objects, tensors)
     if not still(entry.found, call):
         return False
     entry.tables, entry.scope["unchanged"] = versions, unchanged
@@ -222,19 +228,19 @@ class Given:
     """The arguments of a call as an entry names them.
 
     Attributes:
-        values: numbers of those that are no tensors; distinct: of the tensors, one of each.
+        values: numbers of those that are no tensors and do not vary; distinct: of the tensors, one of each.
         conditions: that the values are what they were, and the same arguments one and the same tensor.
         whole: `args` holds just the distinct tensors, so none needs a name.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, varying: Container[int]) -> None:
         self.call, leaves = call, call.leaves
-        self.values = [number for number, leaf in enumerate(leaves) if type(leaf) not in PLAIN]
+        self.values = [number for number, leaf in enumerate(leaves) if type(leaf) not in PLAIN and number not in varying]
         first: dict[int, int] = {}
         twins = [(n, first[id(v)]) for n, v in enumerate(leaves) if type(v) in PLAIN and first.setdefault(id(v), n) != n]
         self.distinct = [*first.values()]
         self.conditions = [str(literal(number, leaves[number])) for number in self.values] + [f"a{n} is a{other}" for n, other in twins]
-        self.whole = not self.conditions and not call.kwargs
+        self.whole = not (self.conditions or varying or call.kwargs)
 
     def names(self, numbers: Sequence[int], lifted: Sequence[Tensor]) -> str:
         """The text of some of the arguments, and the lifted tensors behind them."""
@@ -329,11 +335,13 @@ def beyond() -> bool:
 
 @dataclass(slots=True)
 class Watched:
-    """The reads of a capture as conditions on versions of dicts, on empty containers, and as they are."""
+    """The reads of a capture as conditions on versions of dicts, on empty containers, and as they are; `tensors`: the lifted ones are
+    checked along with the dicts."""
 
     scope: dict[str, Any]
     conditions: list[str]
     tables: tuple[tuple[dict, int], ...] = ()
+    tensors: bool = False
 
 
 def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched:
@@ -366,12 +374,14 @@ def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched:
         scope["empty"] = tuple(empty)
         conditions.insert(0, "not any(empty)")
     versions = tuple((table, version_of(table)) for table in tables.values())
+    along = lifted if has_tree(len(tables) + len(objects) + len(lifted)) else []
     if tables:
-        scope |= {"watched": (*tables.values(), *objects.values()), "unchanged": dict_check([*tables.values()], [*objects.values()])}
+        others = ([*objects.values()], along)
+        scope |= {"watched": (*tables.values(), *others[0], *along), "others": others, "unchanged": dict_check([*tables.values()], *others)}
         conditions.insert(0, "unchanged(watched)")
     else:
         conditions += [f"type({pinned(scope, value)}) is {pinned(scope, type(value))}" for value in objects.values()]
-    return Watched(scope, conditions, versions)
+    return Watched(scope, conditions, versions, bool(tables and along))
 
 
 def pinned(scope: dict[str, Any], value: Any) -> str:

@@ -38,25 +38,36 @@ class SizedLauncher:
         self.pointers = sum(kind.startswith("*") for kind in base.params)
         self.compiled: dict[tuple[int, tuple[bool, ...]], KernelSpec] = {}
         self.kept: dict[Any, Launcher] = {}
+        self.launchers: dict[Any, Launcher] = {}
+        kinds = base.params[self.pointers :]
+        self.floats = any(kind == "fp64" for kind in kinds)
+        self.whole = tuple(self.pointers + n for n, kind in enumerate(kinds) if kind != "fp64")
 
     def __repr__(self) -> str:
         return f"SizedLauncher({self.base.name}, {len(self.compiled)} variants)"
 
     def __call__(self, extents: tuple[int, int, int], *args: Any) -> None:
-        found = self.kept.get((extents, args[self.pointers :]))
+        # a float, a learning rate that decays, is new in each launch and chooses nothing
+        sizes = tuple([args[n] for n in self.whole]) if self.floats else args[self.pointers :]
+        found = self.kept.get((extents, sizes))
         if found is None:
             if 0 in extents[:2]:
                 return
-            found = self.launcher(extents, args[self.pointers :])
+            found = self.launcher(extents, sizes, args[self.pointers :])
         found(*args)
 
-    def launcher(self, extents: tuple[int, int, int], sizes: tuple) -> Launcher:
+    def launcher(self, extents: tuple[int, int, int], sizes: tuple, numbers: tuple) -> Launcher:
         """Find the launcher for one set of sizes, and keep it for when they come again."""
         bucket = self.bucket(extents[2])
-        even = tuple([not size % 16 and type(size) is int for size in sizes])
-        if len(self.kept) >= KEPT:
-            self.kept.clear()
-        found = self.kept[extents, sizes] = Launcher(self.spec(bucket, even), self.grid(extents, bucket), self.own)
+        even = tuple([type(number) is int and not number % 16 for number in numbers])
+        grid = self.grid(extents, bucket)
+        for table in (self.kept, self.launchers):
+            if len(table) >= KEPT:
+                table.clear()
+        found = self.launchers.get((bucket, even, grid))
+        if found is None:
+            found = self.launchers[bucket, even, grid] = Launcher(self.spec(bucket, even), grid, self.own)
+        self.kept[extents, sizes] = found
         return found
 
     def bucket(self, length: int) -> int:

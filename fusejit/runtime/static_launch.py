@@ -18,7 +18,7 @@ import torch
 
 from .workers import KernelSpec
 
-TYPES = {"i32": "i", "i64": "l"}
+TYPES = {"i32": "i", "i64": "l", "fp64": "d"}
 """Triton's types of plain parameters as the launcher spells them; a pointer is "O"."""
 MOST = 48
 """Parameters, scratch included, up to which the launcher keeps its arguments on the stack in every version."""

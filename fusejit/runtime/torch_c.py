@@ -93,23 +93,38 @@ def version_of(table: dict) -> int:
     return int(_guards.dict_version(table))
 
 
-def dict_check(tables: Sequence[dict], objects: Sequence[Any] = ()) -> Callable[[tuple], bool]:
-    """Return `check((*tables, *objects)) -> bool`, for these very dicts and objects: no dict has been changed since now, and each object
-    is still of the class that it is of now."""
+def has_tree(count: int) -> bool:
+    """Whether so many things are checked by torch's guard tree, which needs Dynamo: 2 s of import, loaded already where anything was
+    compiled."""
+    return count > 8 and "torch._dynamo.guards" in sys.modules and hasattr(_guards, "RootGuardManager")
+
+
+def dict_check(tables: Sequence[dict], objects: Sequence[Any] = (), tensors: Sequence[Tensor] = ()) -> Callable[[tuple], bool]:
+    """Return `check((*tables, *objects, *tensors)) -> bool`, for these very dicts and objects: no dict has been changed since now, each
+    object is still of the class that it is of now, and each tensor has the metadata that it has now (as of `tensor_check`)."""
     count, kinds = len(tables), [*map(type, objects)]
-    dynamo = sys.modules.get("torch._dynamo.guards")  # 2 s of import, and loaded already where anything was compiled
-    if count + len(kinds) > 8 and dynamo is not None and hasattr(_guards, "RootGuardManager"):
+    if has_tree(count + len(kinds) + len(tensors)):
+        guard = sys.modules["torch._dynamo.guards"].GuardManagerType.GUARD_MANAGER
         tree = _guards.RootGuardManager()
-        for number, item in enumerate((*tables, *objects)):
-            child = tree.tuple_getitem_manager(number, f"watched[{number}]", item, dynamo.GuardManagerType.GUARD_MANAGER)
+        for number, item in enumerate((*tables, *objects, *tensors)):
+            child = tree.tuple_getitem_manager(number, f"watched[{number}]", item, guard)
             if number < count:
                 child.add_dict_version_guard(item, ["unchanged"], None)
-            else:
+            elif number < count + len(kinds):
                 child.add_type_match_guard(id(type(item)), ["same class"], None)
+            else:
+                keys = torch._C._dispatch_keys(item)
+                child.add_tensor_match_guard(item, [*item.shape], [*item.stride()], f"watched[{number}]", [""], None, type(item), keys)
         return tree.check  # type: ignore[no-any-return]
-    version = _guards.dict_version
-    versions = [version(table) for table in tables]
-    return lambda given: [*map(version, given[:count])] == versions and [*map(type, given[count:])] == kinds
+    version, end = _guards.dict_version, count + len(kinds)
+    versions, same = [version(table) for table in tables], tensor_check(tensors) if tensors else None
+
+    def check(given: tuple) -> bool:
+        if [*map(version, given[:count])] != versions or [*map(type, given[count:end])] != kinds:
+            return False
+        return same is None or same(*given[end:])
+
+    return check
 
 
 # Allocation.
