@@ -26,6 +26,7 @@ from .pressure import worth_it
 from .realize import MAX_WEIGHT, weight
 from .scans import out_of_order, scans
 from .schedule import column_reduction
+from .segments import check_segments, in_segments
 from .size import hint, product
 
 MAX_BUFFERS = 48  # arguments of one kernel
@@ -177,11 +178,14 @@ class _Fusing:
         if not self.reductions and (a.reduce or b.reduce):
             raise Refused("jit_level O1 fuses elementwise clusters only")
         self.check_between(i, j)
-        a, b = align(a, b)
-        merged = join(a, b)
-        _check(a, b, merged, self.lowered.buffers)
+        blocks = in_segments(a, b)
+        one, two = blocks or align(a, b)
+        merged = join(one, two)
+        _check(one, two, merged, self.lowered.buffers)
         merged = self.without_dead(merged, i, j)
-        worth_it(hinted(a), hinted(b), hinted(merged), self.device)
+        if blocks:
+            check_segments(a, b, merged, self.device)
+        worth_it(hinted(one), hinted(two), hinted(merged), self.device)
         return merged
 
     def check_between(self, i: int, j: int) -> None:

@@ -51,7 +51,7 @@ def _length(cluster: Cluster, device: Device) -> int:
     """Return how many elements a piece has, 0 where the cluster stays whole."""
     rows, columns = product(cluster.parallel), product(cluster.reduce)
     reduces = [n for n in cluster.order if isinstance(n, Reduce)]
-    if not reduces or cluster.programs or scans(cluster) or any(s.index or s.mode for s in cluster.stores):
+    if not reduces or cluster.programs or cluster.segments or scans(cluster) or any(s.index or s.mode for s in cluster.stores):
         return 0
     if any(n.op not in SPLITTABLE and n.op not in PLACES for n in reduces if cluster.levels[n] == 1):
         return 0
