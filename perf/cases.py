@@ -205,6 +205,12 @@ def quant_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
     return (_wide(x) / scale).to(torch.float8_e4m3fn), scale
 
 
+def rms_norm_quant_known(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, largest): x (rows, columns) normalised, float8_e4m3fn by a scale of before (0-d), and the largest value for the next one."""
+    normed = _wide(rms_norm(x, weight))
+    return (normed / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), normed.abs().amax()
+
+
 def dequant_rms_norm(codes: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     """codes (rows, columns) float8_e4m3fn and scale (rows, columns // 128) as what they stand for, normalised; in weight's dtype."""
     parts = _wide(codes).reshape(codes.shape[0], -1, BLOCK) * scale[..., None]
@@ -240,6 +246,11 @@ def _rotated(shape: Shape, t: Tensors) -> tuple[Any, ...]:
 def _constants(arguments: Callable[[Shape, Tensors], tuple[Any, ...]]) -> Callable[[Shape, Tensors], tuple[Any, ...]]:
     """The same arguments, none of which wants a gradient."""
     return lambda shape, t: tuple(a.detach() for a in arguments(shape, t))
+
+
+def _known(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    """x, a weight of its columns, a scale."""
+    return t(*shape, grad=False), t.near_one(shape[1]).detach(), torch.full((), 0.01, device=t.device)
 
 
 def _quantised(shape: Shape, t: Tensors) -> tuple[Any, ...]:
@@ -350,6 +361,7 @@ FAMILIES += tuple(
         ("silu_mul_quant_row", silu_mul_quant, _constants(lambda s, t: (t(*s), t(*s))), ROWS, ODD_ROWS, _nearest),
         ("quant_128x128", quant_squares, _constants(_one), (256, 384), (128, 256), None),
         ("quant_per_tensor", quant_tensor, _constants(_one), ROWS, ODD_ROWS, None),
+        ("rms_norm_quant_known", rms_norm_quant_known, _known, ROWS, ODD_ROWS, None),
         ("dequant_rms_norm", dequant_rms_norm, _quantised, (6, 384), (5, 640), None),
     )
 )  # fmt: skip

@@ -438,6 +438,20 @@ def test_arithmetic_on_fp8_is_eager_s_error(backend):
         fusejit.jit(lambda q: (q.float() * 2, q * 2), backend=backend)(torch.randn(4, 4).to(E4M3))
 
 
+def test_a_product_of_what_was_quantised():
+    """fp8 buffers go to torch's scaled product, which no kernel replaces; what is around it is two kernels."""
+
+    def f(x, w, scale):
+        q, own = whole(x)
+        return torch._scaled_mm(q, w.t(), own, scale, out_dtype=BF16) * 2
+
+    args = normal(32, 64), normal(48, 64).to(E4M3), torch.tensor(0.5)
+    jitted = fusejit.jit(f, backend="interpret", numerics="eager")
+    assert torch.equal(jitted(*args), f(*args))
+    report = jitted.explain(*args)
+    assert report.launches == 2 and [call.target for call in report.externs] == ["aten._scaled_mm.default"]
+
+
 def test_integers_of_every_size():
     """Float to int8 and uint8: half to even by torch.round, clamped; what wraps wraps as on a CPU."""
 
@@ -452,3 +466,53 @@ def test_integers_of_every_size():
     x = torch.cat([torch.arange(-300, 300) / 2, torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, -128.5, 1000.0])])
     for ours, eager in zip(fusejit.jit(f, backend="interpret")(x), f(x), strict=True):
         assert torch.equal(ours, eager)
+
+
+# -- one scale, known before: the largest value for the next step comes from the same read ---------------------------------------------
+def norm_then_known_scale(x, w, scale):
+    y = rms_norm(x, w).float()
+    return (y / scale).clamp(-448, 448).to(E4M3), y.abs().amax()
+
+
+def test_known_scale_moves_the_least():
+    found = for_h100(norm_then_known_scale, meta(16384, 4096), meta(4096), torch.ones(())).forward
+    moved = sum(k.bytes_read + k.bytes_written for k in found.kernels)
+    assert 3 * 2**26 <= moved < 1.01 * 3 * 2**26 and all(k.n_spills == 0 for k in found.kernels)
+    found = for_h100(lambda x, scale: norm_then_known_scale(x, 1, scale), meta(16384, 4096), torch.ones(())).forward
+    assert sum(k.bytes_read + k.bytes_written for k in found.kernels) < 1.01 * 3 * 2**26
+
+
+@pytest.mark.parametrize("shape", [(300, 128), (6, 64)], ids=str)
+def test_known_scale(shape):
+    """Many rows give a partial result each; few are one program's."""
+    args = normal(*shape), weight(shape[1]), torch.tensor(0.01)
+    jitted = fusejit.jit(norm_then_known_scale, backend="interpret", numerics="eager")
+    (q, most), (right, right_most) = jitted(*args), norm_then_known_scale(*args)
+    assert (code(q) != code(right)).float().mean() < 0.01
+    torch.testing.assert_close(most, right_most, rtol=1e-2, atol=0)
+    names = [k.cluster.reads.keys() for k in jitted.program(*args).kernels]
+    assert sum("arg0_1" in reads for reads in names) == 1, "x is read once"
+
+
+@pytest.mark.parametrize("form", ["sums", "of what was quantised", "two results", "needed first", "squares about the mean"])
+def test_reductions_of_everything_beside_rows(form):
+    """Of what rows make: in the rows' kernel; what the rows wait for, or what takes two passes over all, is not."""
+
+    def f(x):
+        p = x.softmax(-1)
+        if form == "needed first":
+            top = x.abs().amax()
+            return (x / top).softmax(-1), top
+        if form == "squares about the mean":
+            return p, p.var()
+        if form == "of what was quantised":
+            q, scale = rows(p)
+            return q, scale, (q.float() * scale).sum()
+        return p, p.amax() * 2, *((p.mean(), p.square().sum()) if form == "two results" else ())
+
+    x = torch.randn(400, 96)
+    jitted = fusejit.jit(f, backend="interpret")
+    for ours, eager in zip(jitted(x), f(x), strict=True):
+        torch.testing.assert_close(ours, eager, atol=2e-6 if ours.is_floating_point() else 1, rtol=1e-5)
+    reads = sum("arg0_1" in k.cluster.reads for k in jitted.program(x).kernels)
+    assert reads == (1 if form not in ("needed first", "squares about the mean") else reads) and reads <= 3

@@ -102,8 +102,9 @@ def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
 
 def _rounded(cluster: Cluster) -> dict[Expr, Expr]:
     """Return {value: what it rounds} of the values that are only stored, in the dtype that they are rounded to: a store rounds too."""
-    read = {c for n in cluster.order for c in children(n)}
-    stored = {s.value for s in cluster.stores if s.value.dtype is s.dtype and STORAGE[s.dtype].round and not s.mode} - read
+    read = {c for n in cluster.order for c in children(n)} | {e for s in cluster.stores for e, _ in s.index}
+    read |= {s.value for s in cluster.stores if s.mode or s.value.dtype is not s.dtype}
+    stored = [s.value for s in cluster.stores if STORAGE[s.dtype].round and s.value not in read]
     casts = {n: n.args[0] for n in stored if isinstance(n, Compute) and n.op == "cast"}
     return {value: source for value, source in casts.items() if STORAGE[source.dtype].compute == STORAGE[value.dtype].compute}
 

@@ -76,6 +76,7 @@ class Tape:
         return lines
 
     def made(self, node: Expr) -> list[str]:
+        """Return the statements that compute a node and name it."""
         if isinstance(node, Iota):
             return self._iota(node)
         lines: list[str] = []
