@@ -206,11 +206,11 @@ class Writer:
         return f"{last} - start" if any(isinstance(n, Scan) and n.reverse for n in self.cluster.order) else ""
 
     # -- index variables
-    def coordinates(self, variable: str) -> list[str]:
-        """Return the statements that split an index variable into its axes, and its mask."""
+    def coordinates(self, variable: str, begin: str = "start") -> list[str]:
+        """Return the statements that split an index variable into its axes, and its mask; a loop's tile begins at `begin`, "" is 0."""
         axes = self.groups[variable]
         if variable == "r" and self.uneven:
-            return self.digits(axes)
+            return self.digits(axes) + self.numbers(begin)
         lines: list[str] = self.shifted(variable)
         inner: AnySize = 1
         for place in reversed(range(len(axes))):
@@ -224,7 +224,7 @@ class Writer:
         if self.masked(variable):
             lines.append(f"{variable}mask = {variable} < {inner}")
         if variable == "r" and self.segments:
-            return lines + self.numbers()
+            return lines + self.numbers(begin)
         if self.peel:
             rows, group = self.offset(self.peel.rows, self.groups["x"]), self.peel.group
             assert self.ends is not None
@@ -247,13 +247,12 @@ class Writer:
                 n = self.cluster.axes[axes[place]]
                 lines.append(f"r{place} = {text} % {n}" if place != places[0] else f"r{place} = {text}")
                 inner *= n
-        lines += [f"rmask = (rs < {many}) & (ri < {each})"] if self.masked("r") else []
-        return lines + self.numbers()
+        return lines + ([f"rmask = (rs < {many}) & (ri < {each})"] if self.masked("r") else [])
 
-    def numbers(self) -> list[str]:
+    def numbers(self, begin: str) -> list[str]:
         """Return the statements that number the segments of a tile."""
         assert self.segments is not None
-        first = f"start // {self.padded} + " if self.tiles.template == "reduction_looped" else ""
+        first = f"{begin} // {self.padded} + " if begin and self.tiles.template == "reduction_looped" else ""
         return [f"s = ({first}tl.arange(0, {self.segments.width}))[None, :]", *self.segments.coordinates("s")]
 
     def shifted(self, variable: str) -> list[str]:
@@ -406,7 +405,8 @@ class Writer:
         """Return the statements that set the column index to one tile of the row."""
         first = f"{number} * RBLOCK + " if number else ""
         wide = ".to(tl.int64)" if self.wide else ""
-        return [f"r = ({first}tl.arange(0, RBLOCK))[None, :]{wide}", *self.coordinates("r")]
+        begin = f"{number} * RBLOCK" if number else ""
+        return [f"r = ({first}tl.arange(0, RBLOCK))[None, :]{wide}", *self.coordinates("r", begin)]
 
     def passes(self, sums: dict[str, str] | None = None) -> list[dict[str, list[str]]]:
         """Return one pass over the row per level: what it accumulates and stores needs only reductions of the passes before.
