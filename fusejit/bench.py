@@ -176,8 +176,9 @@ def difference(got: Tensor, wanted: Tensor) -> float:
         return 0.0 if torch.equal(got, wanted) else math.inf
     if not wanted.numel():
         return 0.0
-    largest = float(wanted.detach().abs().nan_to_num().max())
-    return float((got.detach().double() - wanted.detach()).abs().nan_to_num().max()) / (largest or 1.0)
+    right = wanted.detach().double()  # fp8 has no arithmetic
+    largest = float(right.abs().nan_to_num().max())
+    return float((got.detach().double() - right).abs().nan_to_num().max()) / (largest or 1.0)
 
 
 def shared(report: Report) -> tuple[int, int]:

@@ -163,6 +163,60 @@ def column_sum(x: Tensor) -> Tensor:
     return x.sum(0)
 
 
+BLOCK, LARGEST = 128, 448.0  # columns of a block, and the largest number of float8_e4m3fn
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+
+
+def rms_norm_quant(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales): x (rows, columns) normalised, each 1 x 128 block as float8_e4m3fn by its own scale."""
+    parts = _wide(rms_norm(x, weight)).reshape(x.shape[0], -1, BLOCK)
+    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
+    return (parts / scale).to(torch.float8_e4m3fn).reshape(x.shape), scale.squeeze(-1)
+
+
+def silu_mul_quant(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales): silu(gate) * up, each row (rows, columns) as int8 by its own scale."""
+    made = F.silu(_wide(gate)) * _wide(up)
+    scale = made.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return torch.round(made / scale).to(torch.int8), scale
+
+
+def _nearest(outputs: Sequence[Tensor], gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The same; of two codes equally near, give or take float32's error in a value of 127, the one that `outputs` chose."""
+    made = F.silu(gate) * up
+    scale = made.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    near = (outputs[0] - made / scale).abs() < 0.5 + 1e-4
+    return torch.where(near, outputs[0], torch.round(made / scale).to(torch.int8)), scale
+
+
+def quant_squares(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales): each 128 x 128 block of x (rows, columns) as float8_e4m3fn by its own scale."""
+    parts = _wide(x).reshape(x.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+    scale = parts.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / LARGEST
+    return (parts / scale).to(torch.float8_e4m3fn).reshape(x.shape), scale[:, 0, :, 0]
+
+
+def quant_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scale): x (rows, columns) as float8_e4m3fn by one scale."""
+    scale = _wide(x.abs().amax()).clamp(min=1e-12) / LARGEST
+    return (_wide(x) / scale).to(torch.float8_e4m3fn), scale
+
+
+def rms_norm_quant_known(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, largest): x (rows, columns) normalised, float8_e4m3fn by a scale of before (0-d), and the largest value for the next one."""
+    normed = _wide(rms_norm(x, weight))
+    return (normed / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), normed.abs().amax()
+
+
+def dequant_rms_norm(codes: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """codes (rows, columns) float8_e4m3fn and scale (rows, columns // 128) as what they stand for, normalised; in weight's dtype."""
+    parts = _wide(codes).reshape(codes.shape[0], -1, BLOCK) * scale[..., None]
+    return rms_norm(parts.reshape(codes.shape).to(weight.dtype), weight)
+
+
 # -- arguments and sizes ---------------------------------------------------------------------------------------------------------------
 def _one(shape: Shape, t: Tensors) -> tuple[Any, ...]:
     return (t(*shape),)
@@ -187,6 +241,22 @@ def _causal_rows(shape: Shape, t: Tensors) -> tuple[Any, ...]:
 def _rotated(shape: Shape, t: Tensors) -> tuple[Any, ...]:
     batch, length, heads, width = shape
     return t(*shape), t(*shape), t.near_one(width), t.near_one(width), *t.rotary(length, width)
+
+
+def _constants(arguments: Callable[[Shape, Tensors], tuple[Any, ...]]) -> Callable[[Shape, Tensors], tuple[Any, ...]]:
+    """The same arguments, none of which wants a gradient."""
+    return lambda shape, t: tuple(a.detach() for a in arguments(shape, t))
+
+
+def _known(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    """x, a weight of its columns, a scale."""
+    return t(*shape, grad=False), t.near_one(shape[1]).detach(), torch.full((), 0.01, device=t.device)
+
+
+def _quantised(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    """codes, scales of their 1 x 128 blocks, a weight of the columns."""
+    scales = t.positive(shape[0], shape[1] // BLOCK, dtype=torch.float32)
+    return t(*shape, grad=False).to(torch.float8_e4m3fn), scales, t.near_one(shape[1]).detach()
 
 
 def _rows(n: int) -> Shape:
@@ -279,6 +349,21 @@ FAMILIES += (
     Family(
         Block("cumsum", cumsum, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, lengths=(4096, 8192, 16384, 32768, 131072)
     ),
+)  # fmt: skip
+QUANTISED = (4096, 1024, 8192, 16384)
+FAMILIES += tuple(
+    Family(
+        Block(name, fn, arguments, "rows, columns", _rows(4096), small, grad=False, reference=reference),
+        _rows, odd, lengths=QUANTISED, passes=("forward",),
+    )
+    for name, fn, arguments, small, odd, reference in (
+        ("rms_norm_quant_1x128", rms_norm_quant, _constants(_weighted), (6, 384), (5, 640), None),
+        ("silu_mul_quant_row", silu_mul_quant, _constants(lambda s, t: (t(*s), t(*s))), ROWS, ODD_ROWS, _nearest),
+        ("quant_128x128", quant_squares, _constants(_one), (256, 384), (128, 256), None),
+        ("quant_per_tensor", quant_tensor, _constants(_one), ROWS, ODD_ROWS, None),
+        ("rms_norm_quant_known", rms_norm_quant_known, _known, ROWS, ODD_ROWS, None),
+        ("dequant_rms_norm", dequant_rms_norm, _quantised, (6, 384), (5, 640), None),
+    )
 )  # fmt: skip
 BY_NAME = {family.block.name: family for family in FAMILIES}
 BF16, F32 = torch.bfloat16, torch.float32

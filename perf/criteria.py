@@ -18,7 +18,7 @@ from functools import cache
 
 from cases import Case
 
-from fusejit.codegen.cluster import Cluster, Load, Store
+from fusejit.codegen.cluster import Cluster, Load, Segment, Store
 from fusejit.codegen.cost import MEMORY_WAIT, machine
 from fusejit.codegen.kernel import Kernel
 from fusejit.codegen.peel import is_flat, peel
@@ -91,6 +91,7 @@ def _width(op: str) -> int:
 # The least that a case moves times this. The first row that applies; a row says why more is allowed.
 LIMITS: tuple[tuple[str, Callable[[Case], bool], float], ...] = (
     ("a group is read again, by the kernel that normalises it", lambda c: c.name == "group_norm", 1.65),
+    ("the largest of all values is known after a first read", lambda c: c.name == "quant_per_tensor", 1.85),
     ("few long rows are reduced in pieces, then read again", lambda c: c.shape[0] < 132 and c.length > LONGEST, 1.55),
     ("column sums of rows this long leave no registers: two kernels read the row", lambda c: _norm(c) and c.length > LONGEST // 2, 1.42),
     ("each program writes its part of the column sums", lambda c: _norm(c), 1.20),
@@ -177,7 +178,7 @@ def passes(k: Kernel) -> int:
     columns = product(cluster.reduce)
     whole = [n for loads in cluster.reads.values() for n in loads if _whole(n, cluster)]
     row = columns * sum(n.dtype.itemsize for n in {(n.buffer, n.layout): n for n in whole}.values())
-    sums = 4 * columns * sum(s.reduces for s in cluster.stores)
+    sums = 4 * columns * (sum(s.reduces for s in cluster.stores) + sum(isinstance(n, Segment) for n in cluster.order))
     levels = max(cluster.levels.values())
     upright = any(fast_axis(n.layout.strides, cluster.axes) in range(len(cluster.parallel)) for n in whole)
     if k.template == "reduction_looped" and (columns > LONGEST or upright):

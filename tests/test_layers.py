@@ -21,7 +21,7 @@ ORDER = [
     "codegen/order",
     *("codegen/keep", "codegen/cost", "codegen/peel"),
     *("codegen/schedule", "codegen/online", "codegen/split", "codegen/align"),
-    *("codegen/pressure", "codegen/mix", "codegen/nest", "codegen/fuse"),
+    *("codegen/pressure", "codegen/mix", "codegen/nest", "codegen/segments", "codegen/whole", "codegen/fuse"),
     *("codegen/cats", "codegen/foreach", "codegen/many", "codegen/kernel", "codegen/lanes", "codegen/tape", "codegen/ends",
       "codegen/render", "codegen/render_foreach", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/lines", "capture/names", "capture/mutable", "capture/tree", "capture/reads", "capture/streams"),

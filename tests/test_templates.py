@@ -399,6 +399,15 @@ def test_segments_in_a_loop(looped):
     assert whole.template == "reduction_looped" and "smask" in whole.source
 
 
+@pytest.mark.parametrize("each", [64, 100])
+def test_weights_of_channels_in_a_loop(looped, each):
+    """Loaded once a channel where a tile holds whole ones, powers of two; the mean of the first tile stands before the loop."""
+    args = [torch.randn(n) for n in ((40, 6, each), 6, 6)]
+    jitted = compare(lambda x, w, b: group_norm_silu(x, w, b, 2), args)
+    (kernel,) = jitted.program(*args).kernels
+    assert kernel.template == "reduction_looped" and ("fj.along" in kernel.source) == (each == 64)
+
+
 @pytest.mark.parametrize("columns", [1024, 1023], ids=str)
 @pytest.mark.parametrize("name", LOOPED)
 def test_a_looped_row(looped, name, columns):

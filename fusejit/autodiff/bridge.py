@@ -166,13 +166,28 @@ def as_traced(tangent: Tensor | None, value: Tensor) -> Tensor:
 
 def unreached(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> frozenset[int]:
     """The places among the backward's results that only absent tangents lead to."""
+    depends = _depends(graph, saved, strides)
+    results: Any = graph.graph.output_node().args[0]
+    return frozenset(place for place, node in enumerate(results) if isinstance(node, torch.fx.Node) and depends[node] == {False})
+
+
+def _depends(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> dict[torch.fx.Node, set[bool]]:
+    """Whether tangents that are there, and absent ones, lead to each node."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     depends: dict[torch.fx.Node, set[bool]] = {node: {stride is not None} for node, stride in zip(inputs[saved:], strides)}
     for node in graph.graph.nodes:
         if node not in depends:
             depends[node] = set().union(*(depends[source] for source in node.all_input_nodes))
-    results: Any = graph.graph.output_node().args[0]
-    return frozenset(place for place, node in enumerate(results) if isinstance(node, torch.fx.Node) and depends[node] == {False})
+    return depends
+
+
+def _only_sum(node: torch.fx.Node, depends: dict[torch.fx.Node, set[bool]]) -> torch.fx.Node | None:
+    """The one gradient of an fp8 value that there is, where a node adds two: torch adds no fp8 numbers, and eager has nothing to add."""
+    value: Any = node.meta.get("val")
+    if node.target is not torch.ops.aten.add.Tensor or not value.dtype.is_floating_point or value.dtype.itemsize > 1:
+        return None
+    there = [operand for operand in node.all_input_nodes if depends[operand] != {False}]
+    return there[0] if len(there) == 1 else None
 
 
 def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple, gone: frozenset[int]) -> torch.fx.GraphModule:
@@ -181,6 +196,7 @@ def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple, gone: fr
     names: dict[torch.fx.Node, torch.fx.Node] = {}
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     absent = {node for node, stride in zip(inputs[saved:], strides) if stride is None}
+    depends = _depends(graph, saved, strides)
     zeros = []
     for node in graph.graph.nodes:
         if node in absent:
@@ -193,6 +209,9 @@ def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple, gone: fr
                 names[tangent] = made.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
                 names[tangent].meta.update(tangent.meta)
             zeros = []
+        if other := _only_sum(node, depends):
+            names[node] = names[other]
+            continue
         names[node] = made.node_copy(node, names.__getitem__)
     results = made.output_node()
     values: Any = results.args[0]

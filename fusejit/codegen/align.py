@@ -70,7 +70,7 @@ def _as_they_are(wide: Cluster, other: Cluster, a: Cluster, b: Cluster) -> tuple
 def _by_strides(wide: Cluster, other: Cluster, a: Cluster, b: Cluster) -> tuple[Cluster, Cluster]:
     """Sort the axes of both by their strides in the buffers that they share, rows before columns."""
     shared = sorted({*a.reads, *a.writes} & {*b.reads, *b.writes})
-    wide, other = _sorted(wide, shared, None), other
+    wide, other = by_rank(wide, shared, None), other
     if wide.reduce and not other.reduce:
         # an axis of the pointwise cluster is a column where everything that the reduction makes is constant along it
         results = [name for name in shared if name in wide.writes] or shared
@@ -78,8 +78,8 @@ def _by_strides(wide: Cluster, other: Cluster, a: Cluster, b: Cluster) -> tuple[
         columns = [axis for axis in range(len(other.parallel)) if all(k == 0 for k in keys[axis])] if results else []
         if product(other.parallel[axis] for axis in columns) != product(wide.reduce):
             columns = _columns_by_reads(wide, other, shared)
-        return wide, _sorted(other, shared, columns)
-    return wide, _sorted(other, shared, None)
+        return wide, by_rank(other, shared, columns)
+    return wide, by_rank(other, shared, None)
 
 
 def _columns_by_reads(wide: Cluster, other: Cluster, shared: list[str]) -> list[int]:
@@ -98,7 +98,7 @@ def _keys(cluster: Cluster, shared: Iterable[str]) -> list[tuple[int, ...]]:
     return [tuple(0 if lay is None or lay.strides is None else lay.strides[axis] for lay in layouts) for axis in range(len(cluster.axes))]
 
 
-def _sorted(cluster: Cluster, shared: list[str], columns: list[int] | None) -> Cluster:
+def by_rank(cluster: Cluster, shared: list[str], columns: list[int] | None) -> Cluster:
     """Return the cluster with parallel axes sorted by falling strides in `shared`, and `columns` of them (if given) at the end."""
     keys = _keys(cluster, shared)
     split = len(cluster.parallel)
@@ -115,7 +115,7 @@ def _common(wide: Cluster, other: Cluster) -> tuple[Cluster, Cluster]:
     columns = product(wide.reduce)
     if wide.reduce and not other.reduce:
         inner = _nest(wide.reduce, other.parallel, columns)
-        outer = _nest(wide.parallel, _outer(other.parallel, columns), product(wide.parallel))
+        outer = _nest(wide.parallel, above(other.parallel, columns), product(wide.parallel))
         return wide.reshape(outer, inner), _recut(other, outer, inner)
     parallel = _nest(wide.parallel, other.parallel, product(wide.parallel))
     reduce = _nest(wide.reduce, other.reduce, columns)
@@ -126,7 +126,7 @@ def _recut(cluster: Cluster, parallel: tuple[int, ...], reduce: tuple[int, ...])
     return Cluster(parallel, reduce, cluster.reshape((*parallel, *reduce), ()).stores, cluster.lines)
 
 
-def _outer(extents: tuple[int, ...], columns: int) -> tuple[int, ...]:
+def above(extents: tuple[int, ...], columns: int) -> tuple[int, ...]:
     """Return the extents above the innermost `columns` elements."""
     rest, count = list(extents), columns
     while rest and count != 1:

@@ -90,6 +90,15 @@ class Scan(Node):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Segment(Node):
+    """A reduction of the op table over each segment of the row: over the reduce axes along which `number`, an Iota, stands still."""
+
+    op: str
+    source: Expr
+    number: Expr
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Random(Node):
     """A number of a counter-based generator: `kind` (rand, randn), `seed` an int64 expression, `offset` the counter."""
 
@@ -98,7 +107,7 @@ class Random(Node):
     offset: Expr
 
 
-Expr: TypeAlias = "Const | Iota | Load | Compute | Reduce | Scan | Random"
+Expr: TypeAlias = "Const | Iota | Load | Compute | Reduce | Scan | Segment | Random"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -155,6 +164,10 @@ def scan(op: str, source: Expr, place: Expr, reverse: bool, dtype: torch.dtype) 
     return _intern(Scan, dtype, op, source, place, reverse)
 
 
+def segment(op: str, source: Expr, number: Expr, dtype: torch.dtype) -> Expr:
+    return _intern(Segment, dtype, op, source, number)
+
+
 def random(kind: str, seed: Expr, offset: Expr, dtype: torch.dtype) -> Expr:
     return _intern(Random, dtype, kind, seed, offset)
 
@@ -178,6 +191,8 @@ def children(node: Expr) -> tuple[Expr, ...]:
             return (node.seed, node.offset)
         case Scan():
             return (node.source, node.place)
+        case Segment():
+            return (node.source, node.number)
     return ()
 
 
@@ -227,6 +242,8 @@ def _rebuild(node: Expr, new: dict[Expr, Expr]) -> Expr:
             return random(node.kind, new[node.seed], new[node.offset], node.dtype)
         case Scan():
             return scan(node.op, new[node.source], new[node.place], node.reverse, node.dtype)
+        case Segment():
+            return segment(node.op, new[node.source], new[node.number], node.dtype)
     return node
 
 
@@ -268,9 +285,9 @@ def leaves(roots: Iterable[Expr]) -> list[Load | Iota]:
 class Store:
     """`value` written to `buffer` of `dtype` at `layout`; a stride of 0 along all reduce axes makes it a row result.
 
-    `mode` is "", "atomic_add", or a reduction. In a cluster with `programs` each of them then writes one partial result, of all its rows,
-    behind those of the programs before it; in one without, each segment of a row gets its own (see `Cluster.segments`). `index` adds
-    computed coordinates (scatter): the other elements stay as they are in `onto`, the buffer whose memory `buffer` takes over.
+    `mode` is "", "atomic_add", or a reduction: each of a cluster's `programs` then writes one partial result, of all its rows, behind those
+    of the programs before it. `index` adds computed coordinates (scatter): the other elements stay as they are in `onto`, the buffer whose
+    memory `buffer` takes over.
     """
 
     buffer: str
@@ -292,7 +309,7 @@ class Cluster:
     """One kernel: parallel extents, reduce extents, stores. Every layout inside spans (*parallel, *reduce), one stride per axis.
 
     `programs` is 0, or the number of programs that share the rows between them (mixed reductions). `varies`: the extents are those of one
-    call, and stand for others (hinted.py).
+    call, and stand for others (hinted.py). `cut`: how many reduce axes number the segments of a row where nothing is reduced over them.
     """
 
     parallel: tuple[int, ...]
@@ -301,6 +318,7 @@ class Cluster:
     lines: tuple[str, ...] = ()
     programs: int = 0
     varies: bool = False
+    cut: int = 0
 
     @staticmethod
     def build(parallel: Sequence[int], reduce: Sequence[int], stores: Iterable[Store], lines: tuple[str, ...] = ()) -> Cluster:
@@ -359,7 +377,8 @@ class Cluster:
     def held(self) -> int:
         """How many whole-row values must stay in registers across a reduction, at the worst one.
 
-        What is the same for all rows and only read above a reduction (a weight, say) is loaded after it, and counts nothing.
+        What is the same for all rows and only read above a reduction (a weight, say) is loaded after it, and counts nothing; nor does what
+        has one value a segment.
         """
         split, varies = len(self.parallel), dict[Expr, bool]()
         for node in self.order:
@@ -374,16 +393,32 @@ class Cluster:
             for operand in children(node):
                 begun[operand] = min(begun.get(operand, made(node)), made(node))
                 last[operand] = max(last[operand], made(node))
-        kept = [n for n in self.order if self.full[n] and not isinstance(n, Iota)]
+        kept = [n for n in self.order if self.full[n] and n not in self.by_segment and not isinstance(n, Iota)]
         top = max(self.levels.values(), default=0)
         return max((sum(first[n] <= level < last[n] for n in kept) for level in range(top)), default=0)
 
     @cached_property
     def segments(self) -> int:
-        """How many reduce axes, the leading ones, number the segments of a row: those along which a reducing store runs."""
+        """How many reduce axes, the leading ones of an ordered cluster, number the segments of a row."""
         split = len(self.parallel)
-        found = [s.layout.strides or () for s in self.stores if s.reduces and not self.programs]
-        return max((axis - split + 1 for strides in found for axis in range(split, len(strides)) if strides[axis]), default=0)
+        found = [n.number.layout.strides or () for n in self.order if isinstance(n, Segment) and isinstance(n.number, Iota)]
+        return max((axis - split + 1 for strides in found for axis in range(split, len(strides)) if strides[axis]), default=self.cut)
+
+    @cached_property
+    def by_segment(self) -> frozenset[Expr]:
+        """The nodes that have one value a segment: what is reduced over segments, what numbers them, and what is made of those alone."""
+        cut = len(self.parallel) + self.segments
+        inside: dict[Expr, bool] = {}
+        for node in self.order if self.segments else ():
+            runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[cut:])
+            inside[node] = not isinstance(node, (Reduce, Segment)) and (runs or any(inside[c] for c in children(node)))
+        return frozenset(n for n, varies in inside.items() if not varies and self.full[n])
+
+    def one_a_segment(self, store: Store) -> bool:
+        """Whether a store writes one value for each segment of a row."""
+        split = len(self.parallel)
+        cut, strides = split + self.segments, store.layout.strides or ()
+        return any(strides[split:cut]) and not any(strides[cut:]) and not store.index
 
     @property
     def segment(self) -> tuple[int, int]:

@@ -26,7 +26,9 @@ from .pressure import worth_it
 from .realize import MAX_WEIGHT, weight
 from .scans import out_of_order, scans
 from .schedule import column_reduction
+from .segments import check_segments, in_segments
 from .size import hint, product
+from .whole import by_rows, fits_rows
 
 MAX_BUFFERS = 48  # arguments of one kernel
 NEIGHBOURS = 12  # how many siblings of one buffer are tried with each other
@@ -52,6 +54,7 @@ def fuse(lowered: Lowered, reductions: bool = True, device: Device | None = None
     if reductions:
         if state.nest():
             state.run()
+        state.whole()
         state.mix()
     return replace(state.lowered, steps=tuple(state.ordered())), state.refusals()
 
@@ -177,11 +180,14 @@ class _Fusing:
         if not self.reductions and (a.reduce or b.reduce):
             raise Refused("jit_level O1 fuses elementwise clusters only")
         self.check_between(i, j)
-        a, b = align(a, b)
-        merged = join(a, b)
-        _check(a, b, merged, self.lowered.buffers)
+        blocks = in_segments(a, b)
+        one, two = blocks or align(a, b)
+        merged = join(one, two)
+        _check(one, two, merged, self.lowered.buffers)
         merged = self.without_dead(merged, i, j)
-        worth_it(hinted(a), hinted(b), hinted(merged), self.device)
+        if blocks:
+            check_segments(a, b, merged, self.device)
+        worth_it(hinted(one), hinted(two), hinted(merged), self.device)
         return merged
 
     def check_between(self, i: int, j: int) -> None:
@@ -275,6 +281,40 @@ class _Fusing:
     def shared(self, i: int, j: int) -> int:
         return self.saved(i, j) + self.saved(j, i)
 
+    def whole(self) -> None:
+        """Let rows that a kernel holds give their part of a reduction of everything."""
+        for j in list(self.steps):
+            step = self.steps.get(j)
+            if isinstance(step, Cluster) and step.reduce and product(step.parallel) == 1 and not symbolic(step):
+                near = {self.producer[name] for name in reads(step) if name in self.producer}
+                near |= {k for name in (*reads(step), *writes(step)) for k in self.readers.get(name, ())}
+                for i in sorted(near - {j}, key=lambda i: (-self.shared(i, j), i)):
+                    if self.by_rows(i, j):
+                        break
+
+    def by_rows(self, i: int, j: int) -> bool:
+        """Try step `j`, a reduction of everything, in the kernel of step `i`."""
+        rows, step = self.steps.get(i), self.steps.get(j)
+        if not isinstance(rows, Cluster) or not isinstance(step, Cluster) or symbolic(rows) or not fits_rows(step, rows):
+            return False
+        if i in self.tails or j in self.tails:
+            return False
+        first, second = (j, i) if self.above[i] >> j & 1 else (i, j)
+        buffers = dict(self.lowered.buffers)
+        try:
+            self.check_between(first, second)
+            pieces, tail = by_rows(step, rows, first == j, buffers)
+            one, two = align(pieces, rows) if first == j else align(rows, pieces)
+            merged = join(one, two)
+            _check(one, two, merged, buffers)
+            worth_it(one, two, merged, self.device)
+            self.check_partial(i, j, buffers)
+        except Refused as refusal:
+            self.refused[first, second] = str(refusal)
+            return False
+        self.in_two(first, second, self.without_dead(merged, i, j), tail, buffers)
+        return True
+
     def mixed(self, i: int, j: int, first: int, second: int) -> None:
         row, column = self.steps[i], self.steps[j]
         assert isinstance(row, Cluster) and isinstance(column, Cluster)
@@ -282,12 +322,19 @@ class _Fusing:
         buffers = dict(self.lowered.buffers)
         merged, tail = mix(row, column, first == j, buffers, self.device)
         _check(row, column, merged, buffers)
+        self.check_partial(i, j, buffers)
+        self.in_two(first, second, self.without_dead(merged, i, j), tail, buffers)
+
+    def check_partial(self, i: int, j: int, buffers: dict[str, Buffer]) -> None:
         partial = sum(b.bytes for name, b in buffers.items() if name not in self.lowered.buffers)
         if 2 * partial >= self.shared(i, j):
             raise Refused(f"partial results of {partial} bytes cost more than reading {self.shared(i, j)} bytes again")
+
+    def in_two(self, first: int, second: int, merged: Cluster, tail: Cluster, buffers: dict[str, Buffer]) -> None:
+        """Put `merged`, with `tail` behind it, in the place of two steps."""
         self.lowered.buffers.update(buffers)
         self.tails[second] = tail
-        self.replace(first, second, self.without_dead(merged, i, j))
+        self.replace(first, second, merged)
         for name in reads(tail):
             self.readers.setdefault(name, set()).add(second)
         for name in writes(tail):

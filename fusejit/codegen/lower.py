@@ -234,11 +234,7 @@ class Lowering:
         name, out = short(node.target), node.meta.get("val")
         if node.target is operator.getitem:
             return True
-        tensors = [
-            v
-            for v in torch.utils._pytree.tree_leaves([out, [n.meta.get("val") for n in node.all_input_nodes]])
-            if isinstance(v, torch.Tensor)
-        ]
+        tensors = _tensors(node)
         if any(v.dtype not in STORAGE or v.is_sparse or v.is_quantized for v in tensors) or len({v.device for v in tensors}) > 1:
             return False
         if name in VIEWS or name in self.rules:
@@ -315,6 +311,8 @@ class Lowering:
         pins = any(a.alias_info is not None for a in target._schema.arguments)
         names, draws = tuple(b and b.name for b in made), torch.Tag.nondeterministic_seeded in target.tags
         why = REFUSALS[short(target)](node) if short(target) in REFUSALS else ""
+        foreign = sorted({str(v.dtype).removeprefix("torch.") for v in _tensors(node) if v.dtype not in STORAGE})
+        why = f"no kernel reads or writes {', '.join(foreign)}" if foreign else why
         self.steps.append(Extern(str(target), args, tuple(kwargs.items()), names, several, line, pins, draws=draws, why=why))
         self.owned.add(node)
         values = tuple(None if b is None else self.whole(b) for b in made)
@@ -357,6 +355,12 @@ class Lowering:
         made = Buffer(f"b{len(self.buffers)}", tuple(fake.shape), fake.stride(), fake.dtype, fake.device)
         self.buffers[made.name] = made
         return made
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    """Return the fake tensors that a node reads and makes."""
+    found = torch.utils._pytree.tree_leaves([node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]])
+    return [v for v in found if isinstance(v, torch.Tensor)]
 
 
 def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule]) -> Lowered:

@@ -1,7 +1,7 @@
 """Nest: a reduction of the segments of a row and one over their results become one reduction of the row that still writes the segments'.
 
 In: a cluster (P x S | R) and a cluster (P | S) that adds up what the first one makes. Out: one cluster (P | S x R), whose stores of segment
-results have a reduction as `mode`; what follows along the whole space can then join it.
+results are reductions of a segment; what follows along the whole space can then join it.
 
     dy x       parallel 16 320 | reduce 4096   ->   segment sums of 5120 channels
     sums w     parallel 16 32 | reduce 10      ->   group sums
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .align import Refused, align, join
-from .cluster import Cluster, Compute, Expr, Load, Reduce, Store, children, load, postorder, reduction, rewrite, substitute
+from .cluster import Cluster, Compute, Expr, Load, Reduce, Store, children, iota, load, postorder, reduction, rewrite, segment, substitute
 from .cost import Device, full
 from .layout import Affine, Layout, contiguous, permute
 from .realize import footprint
@@ -105,7 +105,7 @@ def _widen(upper: Cluster, reduce: tuple[int, ...]) -> Affine:
 
 def _segment(store: Store) -> Store:
     assert isinstance(store.value, Reduce)
-    return replace(store, value=store.value.args[0], mode=store.value.op)
+    return replace(store, value=segment(store.value.op, store.value.args[0], iota(store.layout), store.dtype))
 
 
 def _of_the_row(node: Reduce, below: dict[Expr, Expr]) -> Expr:

@@ -122,14 +122,15 @@ class Storage:
 # torch's conversion to e4m3 gives NaN beyond 448 in some versions and saturates in others
 _E4M3 = "fj.to_e4m3_nan({0})" if torch.tensor(1e6).to(torch.float8_e4m3fn).isnan() else "fj.to_e4m3({0})"
 _BYTES = {"*fp64": 8, "*i64": 8, "*fp32": 4, "*i32": 4, "*fp16": 2, "*bf16": 2, "*i16": 2}
-_BYTES |= dict.fromkeys(("*i8", "*u8", "*i1", "*fp8e4nv", "*fp8e5"), 1)
+_BYTES |= dict.fromkeys(("*i8", "*u8", "*i1"), 1)
 STORAGE: dict[torch.dtype, Storage] = {
     torch.float64: Storage("*fp64", "tl.float64"),
     torch.float32: Storage("*fp32", "tl.float32"),
     torch.float16: Storage("*fp16", "tl.float32", "{0}.to(tl.float32)", "{0}.to(tl.float16)", "{0}.to(tl.float16).to(tl.float32)"),
     torch.bfloat16: Storage("*bf16", "tl.float32", "fj.from_bf16({0})", "fj.to_bf16({0})", "fj.from_bf16(fj.to_bf16({0}))"),
-    torch.float8_e4m3fn: Storage("*fp8e4nv", "tl.float32", "fj.from_fp8({0})", _E4M3, f"fj.from_fp8({_E4M3})"),
-    torch.float8_e5m2: Storage("*fp8e5", "tl.float32", "fj.from_fp8({0})", "fj.to_e5m2({0})", "fj.from_fp8(fj.to_e5m2({0}))"),
+    # as bytes: Triton has no pointers to fp8 for a GPU that does not convert them itself
+    torch.float8_e4m3fn: Storage("*u8", "tl.float32", "fj.from_e4m3({0})", _E4M3, f"fj.from_e4m3({_E4M3})"),
+    torch.float8_e5m2: Storage("*u8", "tl.float32", "fj.from_e5m2({0})", "fj.to_e5m2({0})", "fj.from_e5m2(fj.to_e5m2({0}))"),
     torch.int64: Storage("*i64", "tl.int64"),
     torch.int32: Storage("*i32", "tl.int32"),
     torch.int16: Storage("*i16", "tl.int16"),
@@ -137,6 +138,11 @@ STORAGE: dict[torch.dtype, Storage] = {
     torch.uint8: Storage("*u8", "tl.uint8"),
     torch.bool: Storage("*i1", "tl.int1"),
 }
+
+
+def fill_of(value: bool | int | float, dtype: torch.dtype) -> bool | int | float:
+    """Return a number as what is loaded in its place where `dtype` lives in memory: the byte of an fp8 number."""
+    return int(torch.tensor(value, dtype=torch.float32).to(dtype).view(torch.uint8)) if dtype in FP8 else value
 
 
 def cast_spelling(source: torch.dtype, target: torch.dtype, implicit: bool = False) -> str:

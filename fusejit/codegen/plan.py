@@ -104,7 +104,7 @@ def _in_place(step: Cluster | Foreach, kernel: Kernel, dying: set[str], made: li
         return found
     levels, last = (in_one_pass(step)[0], last_reads(step)) if _in_passes(step, kernel) else ({}, {})
     for store in step.stores:
-        if store.buffer not in made or store.index or store.mode:
+        if store.buffer not in made or store.index or store.mode or (isinstance(step, Cluster) and step.one_a_segment(store)):
             continue
         for name in sorted(dying - set(found.values())):
             loads = step.reads.get(name, ())

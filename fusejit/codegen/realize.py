@@ -11,7 +11,7 @@ import operator
 
 from torch.fx import Graph, Node
 
-from .cluster import Compute, Expr, Load, Random, Reduce, Scan, postorder
+from .cluster import Compute, Expr, Load, Random, Reduce, Scan, Segment, postorder
 from .decompose import short
 from .ops import OPS
 from .size import product
@@ -77,4 +77,4 @@ def footprint(node: Load) -> int:
 
 def weight(nodes: list[Expr] | tuple[Expr, ...]) -> int:
     """Return the size of a kernel body: one per cheap op, more for special functions and random numbers."""
-    return sum(OPS[n.op].weight if isinstance(n, (Compute, Reduce)) else 8 * isinstance(n, (Random, Scan)) for n in nodes)
+    return sum(OPS[n.op].weight if isinstance(n, (Compute, Reduce, Segment)) else 8 * isinstance(n, (Random, Scan)) for n in nodes)

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import Unsupported
-from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Reduce, Scan, Store, children
+from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Reduce, Scan, Segment, Store, children
 from .ends import PeeledTape
 from .hinted import hinted, hinted_buffers, symbolic
 from .keep import along_row, kept
@@ -30,6 +30,7 @@ from .order import reads
 from .pattern import Foreach
 from .peel import is_flat, peel, tile_columns
 from .schedule import Schedule, power_of_two, second_axis
+from .segments import numbered
 from .size import AnySize, Size, divide, hint, product, scope, scope_names, symbols
 from .tape import Tape
 
@@ -41,6 +42,7 @@ def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numeri
     """Return the kernel of a cluster that `schedule` made ready."""
     if tiles.template == "pointwise_2d":
         cluster = _second_axis_last_but_one(cluster)
+    cluster = numbered(cluster, tiles)
     loaded = tuple(cluster.reads)
     # an input that is overwritten in place is one pointer, read and written
     writes = tuple(dict.fromkeys(buffers[s.buffer].written_to or s.buffer for s in cluster.stores))
@@ -91,7 +93,9 @@ def _template(name: str) -> Any:
 
 
 def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
-    words = [n.op for n in order if isinstance(n, (Compute, Reduce, Scan)) and not n.op.startswith(("cast", "checked_", *INDEX_OPS))]
+    words = [
+        n.op for n in order if isinstance(n, (Compute, Reduce, Scan, Segment)) and not n.op.startswith(("cast", "checked_", *INDEX_OPS))
+    ]
     short = {
         "reduction_persistent": "row",
         "reduction_mixed": "both",
@@ -102,6 +106,15 @@ def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
         "foreach_reduction": "each",
     }[tiles.template]
     return "_".join([short, *list(dict.fromkeys(words))[:6]]) if words else f"{short}_copy"
+
+
+def _rounded(cluster: Cluster) -> dict[Expr, Expr]:
+    """Return {value: what it rounds} of the values that are only stored, in the dtype that they are rounded to: a store rounds too."""
+    read = {c for n in cluster.order for c in children(n)} | {e for s in cluster.stores for e, _ in s.index}
+    read |= {s.value for s in cluster.stores if s.mode or s.value.dtype is not s.dtype}
+    stored = [s.value for s in cluster.stores if STORAGE[s.dtype].round and s.value not in read]
+    casts = {n: n.args[0] for n in stored if isinstance(n, Compute) and n.op == "cast"}
+    return {value: source for value, source in casts.items() if STORAGE[source.dtype].compute == STORAGE[value.dtype].compute}
 
 
 def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
@@ -116,10 +129,13 @@ def _second_axis_last_but_one(cluster: Cluster) -> Cluster:
 class Writer:
     """Writes the statements of one kernel. `level` of a node: how many reductions lie below it, one above the other.
 
-    `column` is the index variable along a row and `width` the tile's; of a peeled row, `ends` writes what is not in whole groups.
+    `column` is the index variable along a row and `width` the tile's; of a peeled row, `ends` writes what is not in whole groups, and
+    `segments` what is one value a segment.
     """
 
     column, width = "r", "RBLOCK"
+    ends: Writer | None = None
+    segments: Writer | None = None
 
     def __init__(self, cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], names: dict[str, str], numerics: str) -> None:
         self.cluster, self.tiles, self.buffers, self.pointers = cluster, tiles, buffers, names
@@ -141,10 +157,12 @@ class Writer:
         for node in cluster.order:
             runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[: self.split])
             self.rows[node] = isinstance(node, Reduce) or runs or any(self.rows[c] for c in children(node))
+        self.rounded = _rounded(cluster)
         self.groups = self._groups()
         # bytes bound offsets, negative ones too
         self.wide = any(n >= 2**31 for n in (product(cluster.axes), *(buffers[n].bytes for n in names)))
         self.ends = self._ends() if self.peel else None
+        self.segments = self._segments() if cluster.segments else None
 
     def _groups(self) -> dict[str, list[int]]:
         """Return the axes behind each index variable."""
@@ -160,6 +178,18 @@ class Writer:
         ends.column, ends.width = "e", str(2 * self.peel.group)
         ends.groups = {"x": self.groups["x"], "e": self.groups["r"]}
         return ends
+
+    def _segments(self) -> Writer:
+        """Return the writer of what has one value a segment."""
+        found, rows = copy.copy(self), self.groups["r"]
+        found.column, found.width = "s", f"RBLOCK // {self.padded}"
+        found.groups = {"x": self.groups["x"], "s": rows[: self.cluster.segments]}
+        return found
+
+    @property
+    def padded(self) -> int:
+        """How many places of a tile a segment takes."""
+        return power_of_two(self.cluster.segment[1])
 
     @property
     def middle(self) -> str:
@@ -184,11 +214,11 @@ class Writer:
         return f"{last} - start" if any(isinstance(n, Scan) and n.reverse for n in self.cluster.order) else ""
 
     # -- index variables
-    def coordinates(self, variable: str) -> list[str]:
-        """Return the statements that split an index variable into its axes, and its mask."""
+    def coordinates(self, variable: str, begin: str = "start") -> list[str]:
+        """Return the statements that split an index variable into its axes, and its mask; a loop's tile begins at `begin`, "" is 0."""
         axes = self.groups[variable]
-        if variable == "r" and self.cluster.segments:
-            return self.segments(axes)
+        if variable == "r" and self.uneven:
+            return self.digits(axes) + self.numbers(begin)
         lines: list[str] = self.shifted(variable)
         inner: AnySize = 1
         for place in reversed(range(len(axes))):
@@ -201,28 +231,37 @@ class Writer:
             return lines
         if self.masked(variable):
             lines.append(f"{variable}mask = {variable} < {inner}")
+        if variable == "r" and self.segments:
+            return lines + self.numbers(begin)
         if self.peel:
             rows, group = self.offset(self.peel.rows, self.groups["x"]), self.peel.group
             assert self.ends is not None
             lines += [f"head = ({group} - ({rows}) % {group}) % {group}", *self.ends.coordinates("e")]
         return lines
 
-    def segments(self, axes: list[int]) -> list[str]:
+    @property
+    def uneven(self) -> bool:
+        """Whether segments are padded: places of the tile are no places of the row then."""
+        return self.segments is not None and self.padded != self.cluster.segment[1]
+
+    def digits(self, axes: list[int]) -> list[str]:
         """Return the statements that split `r` into segments, each padded to a power of two, and what is in them."""
         cut, (many, each) = self.cluster.segments, self.cluster.segment
-        padded = power_of_two(each)
-        first = f"start // {padded} + " if self.tiles.template == "reduction_looped" else ""
-        lines = [f"s = ({first}tl.arange(0, {self.tiles['RBLOCK'] // padded}))[None, :]", f"rs = r // {padded}", f"ri = r % {padded}"]
-        for word, name, places in (("s", "s", range(cut)), ("rs", "r", range(cut)), ("ri", "r", range(cut, len(axes)))):
+        lines = [f"rs = r // {self.padded}", f"ri = r % {self.padded}"]
+        for word, places in (("rs", range(cut)), ("ri", range(cut, len(axes)))):
             inner = 1
             for place in reversed(places):
                 text = f"{word} // {inner}" if inner > 1 else word
                 n = self.cluster.axes[axes[place]]
-                lines.append(f"{name}{place} = {text} % {n}" if place != places[0] else f"{name}{place} = {text}")
+                lines.append(f"r{place} = {text} % {n}" if place != places[0] else f"r{place} = {text}")
                 inner *= n
-        if self.masked("r"):
-            lines += [f"rmask = (rs < {many}) & (ri < {each})", f"smask = s < {many}"]
-        return lines
+        return lines + ([f"rmask = (rs < {many}) & (ri < {each})"] if self.masked("r") else [])
+
+    def numbers(self, begin: str) -> list[str]:
+        """Return the statements that number the segments of a tile."""
+        assert self.segments is not None
+        first = f"{begin} // {self.padded} + " if begin and self.tiles.template == "reduction_looped" else ""
+        return [f"s = ({first}tl.arange(0, {self.segments.width}))[None, :]", *self.segments.coordinates("s")]
 
     def shifted(self, variable: str) -> list[str]:
         """Return the statements that place the columns of a peeled row, with their masks: whole groups, or the two ends."""
@@ -238,9 +277,9 @@ class Writer:
         ]
 
     def masked(self, variable: str) -> bool:
-        if variable == "r" and self.cluster.segments:
+        if variable in ("r", "s") and self.cluster.segments:
             many, each = self.cluster.segment
-            return power_of_two(each) != each or many * each % self.tiles["RBLOCK"] != 0
+            return self.uneven or many * each % self.tiles["RBLOCK"] != 0
         if self.peel and variable != "x":
             return True
         return bool(self.tiles.buckets) or divide(self.extent(variable), self.tiles[f"{variable.upper()}BLOCK"]) is None
@@ -266,7 +305,7 @@ class Writer:
         terms = []
         for variable, group in self.groups.items():
             own = [strides[a] for a in group] if strides and (among is None or group == among) else []
-            padded = variable == "r" and self.cluster.segments  # its digits are no digits of the row
+            padded = variable == "r" and self.uneven  # its digits are no digits of the row
             if not padded and len(own) > 1 and own[-1] and is_flat(own, [axes[a] for a in group]):
                 names = [(variable, own[-1])]  # one run of memory: neighbours stay neighbours in the text
             else:
@@ -374,7 +413,8 @@ class Writer:
         """Return the statements that set the column index to one tile of the row."""
         first = f"{number} * RBLOCK + " if number else ""
         wide = ".to(tl.int64)" if self.wide else ""
-        return [f"r = ({first}tl.arange(0, RBLOCK))[None, :]{wide}", *self.coordinates("r")]
+        begin = f"{number} * RBLOCK" if number else ""
+        return [f"r = ({first}tl.arange(0, RBLOCK))[None, :]{wide}", *self.coordinates("r", begin)]
 
     def passes(self, sums: dict[str, str] | None = None) -> list[dict[str, list[str]]]:
         """Return one pass over the row per level: what it accumulates and stores needs only reductions of the passes before.

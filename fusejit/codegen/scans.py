@@ -45,7 +45,7 @@ def out_of_order(cluster: Cluster) -> str:
     wanted = strided(cluster.axes, [*(0 for _ in cluster.parallel), *(contiguous(cluster.reduce).strides or ())])
     if any(not isinstance(n.place, Iota) or _steps(n.place.layout.strides, cluster) != _steps(wanted.strides, cluster) for n in found):
         return "a scan needs its row in order"
-    return "a scan does not run over segments" if getattr(cluster, "segments", 0) else ""
+    return "a scan does not run over segments" if cluster.segments else ""
 
 
 def _steps(strides: Any, cluster: Cluster) -> tuple[int, ...] | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .cluster import Cluster, Load, Random, Scan
+from .cluster import Cluster, Iota, Load, Random, Scan, Segment
 from .cost import Device, Schedule, choose, full, machine
 from .hinted import hinted
 from .keep import kept_values
@@ -81,7 +81,7 @@ def order(cluster: Cluster) -> Cluster:
     cost = [_traffic(model, axis) for axis in range(len(cluster.axes))]
     split = len(cluster.parallel)
     parallel = sorted(range(split), key=lambda a: cost[a])
-    runs = [s.layout.strides or () for s in cluster.stores if s.reduces and cluster.segments]
+    runs = [n.number.layout.strides or () for n in cluster.order if isinstance(n, Segment) and isinstance(n.number, Iota)]
     reduce = sorted(range(split, len(cluster.axes)), key=lambda a: (not any(strides[a] for strides in runs), cost[a]))
     reduce = sorted(reduce) if scans(cluster) else reduce
     new = [*parallel, *reduce]

@@ -39,7 +39,7 @@ def split(lowered: Lowered, device: Device | None = None) -> Lowered:
         step = waiting.pop()
         length = _length(step, device or machine()) if isinstance(step, Cluster) and not symbolic(step) else 0
         if isinstance(step, Cluster) and length:
-            *made, last = _steps(step, length, buffers)
+            *made, last = in_pieces(step, length, buffers)
             steps += made
             waiting.append(last)  # a reduction of the corrected row is split again
         else:
@@ -51,7 +51,7 @@ def _length(cluster: Cluster, device: Device) -> int:
     """Return how many elements a piece has, 0 where the cluster stays whole."""
     rows, columns = product(cluster.parallel), product(cluster.reduce)
     reduces = [n for n in cluster.order if isinstance(n, Reduce)]
-    if not reduces or cluster.programs or scans(cluster) or any(s.index or s.mode for s in cluster.stores):
+    if not reduces or cluster.programs or cluster.segments or scans(cluster) or any(s.index or s.mode for s in cluster.stores):
         return 0
     if any(n.op not in SPLITTABLE and n.op not in PLACES for n in reduces if cluster.levels[n] == 1):
         return 0
@@ -87,7 +87,7 @@ def _along(store: Store, cluster: Cluster) -> bool:
     return any((store.layout.strides or ())[len(cluster.parallel) :]) or cluster.full[store.value]
 
 
-def _steps(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list[Cluster]:
+def in_pieces(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list[Cluster]:
     """Return the reduction of the pieces, that of the partial results, and what is left to do along the row."""
     pieces = -(-product(cluster.reduce) // length)
     even = pieces * length == product(cluster.reduce)

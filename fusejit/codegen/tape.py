@@ -9,16 +9,16 @@ In: nodes in an order in which operands come first. Out: lines of Triton, and th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Scan, Store, children, postorder, reduction
+from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Scan, Segment, Store, children, postorder, reduction
 from .lanes import lanes
-from .layout import Layout, Mode
+from .layout import Layout
 from .online import Shifted, shifted
-from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling
+from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling, fill_of
 from .schedule import power_of_two
 from .size import Size, product
 
@@ -55,12 +55,28 @@ class Tape:
                 else f"tl.full((), {_literal(node)}, {STORAGE[node.dtype].compute})"
             )
         name = self.names[node]
-        return f"{name}.to(tl.int64)" if node in self.narrow and not index and node.dtype is torch.int64 else name
+        name = f"{name}.to(tl.int64)" if node in self.narrow and not index and node.dtype is torch.int64 else name
+        spread = node in self.writer.cluster.by_segment and self.writer.column != "s"
+        return f"fj.along({name}, {self.writer.padded})" if spread else name
 
     def statement(self, node: Expr) -> list[str]:
         """Return the statements that compute a node, and give it a name."""
-        if isinstance(node, Const) or node in self.names:
+        if isinstance(node, Const) or node in self.names or node in self.writer.rounded:
             return []
+        if node in self.writer.cluster.by_segment and not isinstance(node, Segment):
+            return self.of_segments(lambda: self.made(node))
+        return self.made(node)
+
+    def of_segments(self, write: Callable[[], list[str]]) -> list[str]:
+        """Return statements whose tiles have one value a segment."""
+        row = self.writer
+        self.writer = row.segments or row
+        lines = write()
+        self.writer = row
+        return lines
+
+    def made(self, node: Expr) -> list[str]:
+        """Return the statements that compute a node and name it."""
         if isinstance(node, Iota):
             return self._iota(node)
         lines: list[str] = []
@@ -73,6 +89,8 @@ class Tape:
                 value = self._reduce(node)
             case Scan():
                 return self._scan(node)
+            case Segment():
+                value = self._segment(node)
             case Random():
                 lines, value = self._random(node)
             case _:
@@ -116,7 +134,7 @@ class Tape:
         mask = self.writer.mask([node.layout, *along, *tested], extra)
         if tested and not any(any(lay.strides or ()) for lay in (node.layout, *along)):
             offset += f" + 0 * {self.writer.some_axis(tested)}"  # one element, masked by a tile: Triton wants a tile of pointers
-        more = (f", {mask}" if mask else "") + (f", other={node.fill}" if node.mask is not None else "")
+        more = (f", {mask}" if mask else "") + (f", other={fill_of(node.fill, node.dtype)}" if node.mask is not None else "")
         more += f', eviction_policy="{self.policies[node]}"' if node in self.policies else ""
         return f"tl.load({self.writer.pointers[node.buffer]} + ({offset}){more})"
 
@@ -340,26 +358,18 @@ class Tape:
         mask = f", {writer.column}mask" if writer.masked(writer.column) else ""
         return [start], [f"tl.store({writer.pointers[store.buffer]} + ({place}), {STORAGE[store.dtype].store.format(total)}{mask})"]
 
-    def segment(self, store: Store) -> list[str]:
-        """Return the statements that reduce each segment of the rows and write what it comes to."""
-        writer, row = self.writer, OPS[store.mode]
-        split, cut = writer.split, writer.split + writer.cluster.segments
-        value, masked = self._tile(store.value), writer.masked("r")
-        assert row.identity is not None
-        value = f"tl.where(rmask, {value}, {_number(row.identity(store.value.dtype))})" if masked else value
-        padded = power_of_two(writer.cluster.segment[1])
-        total = f"fj.{store.mode}(tl.reshape({value}, [XBLOCK, RBLOCK // {padded}, {padded}]), 2)"
-        rows = Layout((*store.layout.dims[:split], *(((Mode(1, 0),),) * (len(store.layout.dims) - split))), store.layout.offset)
-        along = [(f"s{a - split}", (store.layout.strides or ())[a]) for a in range(split, cut)]
-        place = " + ".join([writer.offset(rows), "0 * x", *(f"{stride} * {name}" for name, stride in along)])
-        mask = " & ".join([*(["xmask"] if writer.masked("x") else []), *(["smask"] if masked else [])])
-        total = STORAGE[store.dtype].store.format(total)
-        return [f"tl.store({writer.pointers[store.buffer]} + ({place}), {total}{', ' + mask if mask else ''})"]
+    def _segment(self, node: Segment) -> str:
+        """Reduce each segment of the rows of a tile, in which every segment is whole."""
+        row, value, segments = OPS[node.op], self._tile(node.source), self.writer.segments
+        assert row.identity is not None and segments is not None
+        if self.writer.masked("r"):
+            value = f"tl.where(rmask, {value}, {_number(row.identity(node.source.dtype))})"
+        return f"fj.{node.op}(tl.reshape({value}, [XBLOCK, {segments.width}, {segments.padded}]), 2)"
 
     def store(self, store: Store) -> list[str]:
+        if self.writer.cluster.one_a_segment(store) and self.writer.column != "s":
+            return self.of_segments(lambda: self.store(store))
         writer = self.writer
-        if store.mode in OPS:
-            return self.segment(store)
         offset = self._place(store.layout, store.index)
         strides = store.layout.strides or ()
         columns = writer.runs(store)
@@ -368,7 +378,7 @@ class Tape:
             if not any(strides[a] for a in axes) and variable != writer.column:
                 offset += f" + {still}{variable}"
         target = writer.buffers[store.buffer].written_to or store.buffer
-        value = STORAGE[store.dtype].store.format(self.text(store.value))
+        value = STORAGE[store.dtype].store.format(self.text(writer.rounded.get(store.value, store.value)))
         mask = writer.mask([store.layout], columns=columns)
         word = "fj.atomic_add" if store.mode == "atomic_add" else "tl.store"
         return [f"{word}({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ', None' * bool(store.mode)})"]

@@ -29,32 +29,92 @@ def from_bf16(x):
     return x.to(tl.float32)
 
 
+# fp8 numbers are bytes here. A GPU of sm_89 or later converts them itself; for an older one, integers do what torch's conversion does.
+@tl.core.builtin
+def converts_fp8(_semantic=None):
+    """Whether the GPU that is compiled for converts fp8 itself."""
+    return tl.constexpr("fp8e4nv" in _semantic.builder.options.supported_fp8_dtypes)
+
+
+@jit
+def fp8_bits(x, mantissa: tl.constexpr, bias: tl.constexpr, most: tl.constexpr, over: tl.constexpr):
+    """float32 as a byte of `mantissa` bits, rounded half to even: `over` where it rounds beyond `most`, 0x7F where it is NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    size, sign = bits & 0x7FFFFFFF, (bits >> 24) & 0x80
+    shift: tl.constexpr = 23 - mantissa
+    odd = (size >> shift) & 1
+    normal = (size + ((1 << (shift - 1)) - 1) + odd - ((127 - bias) << 23)) >> shift
+    # adding a power of two whose last bit is the smallest number's rounds to a multiple of that
+    anchor: tl.constexpr = (127 + 1 - bias - mantissa + 23) << 23
+    small = (size.to(tl.float32, bitcast=True) + tl.full((), anchor, tl.int32).to(tl.float32, bitcast=True)).to(
+        tl.int32, bitcast=True
+    ) - anchor
+    result = tl.where(size < ((128 - bias) << 23), small, normal)
+    result = tl.where(size > most, over, result)
+    return (tl.where(size > 0x7F800000, 0x7F, result) | sign).to(tl.uint8)
+
+
+@jit
+def fp8_value(x, mantissa: tl.constexpr, bias: tl.constexpr):
+    """A byte of an fp8 number that is not infinite or NaN as float32."""
+    bits = x.to(tl.int32)
+    size, shift = bits & 0x7F, 23 - mantissa
+    small: tl.constexpr = 2.0 ** (1 - bias - mantissa)
+    value = tl.where(
+        size < (1 << mantissa), size.to(tl.float32) * small, ((size << shift) + ((127 - bias) << 23)).to(tl.float32, bitcast=True)
+    )
+    return tl.where(bits > 0x7F, -value, value)
+
+
 @twin
-def from_fp8(x):
-    return x.to(tl.float32)
+def from_e4m3(x):
+    if converts_fp8():
+        result = x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        result = tl.where((x & 0x7F) == 0x7F, float("nan"), fp8_value(x, 3, 7))
+    return result
+
+
+@twin
+def from_e5m2(x):
+    if converts_fp8():
+        result = x.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        special = tl.where((x & 3) != 0, float("nan"), tl.where(x > 0x7F, float("-inf"), float("inf")))
+        result = tl.where((x & 0x7F) >= 0x7C, special, fp8_value(x, 2, 15))
+    return result
 
 
 @twin
 def to_e4m3(x):
     # saturates, infinities too
-    return x.to(tl.float8e4nv)
+    if converts_fp8():
+        result = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        result = fp8_bits(x, 3, 7, 0x43E80000, 0x7E)
+    return result
 
 
 @twin
 def to_e4m3_nan(x):
-    # as torch before 2.12: what rounds beyond 448 is NaN
-    bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = tl.where(tl.abs(x) > 464.0, bits | 0x7F, bits).to(tl.uint8)
-    return bits.to(tl.float8e4nv, bitcast=True)
+    # as torch before 2.12: what rounds beyond 448, from over 464 on, is NaN
+    if converts_fp8():
+        bits = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        result = tl.where(tl.abs(x) > 464.0, bits | 0x7F, bits).to(tl.uint8)
+    else:
+        result = fp8_bits(x, 3, 7, 0x43E80000, 0x7F)
+    return result
 
 
 @twin
 def to_e5m2(x):
-    # the hardware conversion saturates, torch's overflows to infinity from half way between 57344 and 65536
-    bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    over = tl.abs(x) >= 61440.0
-    bits = tl.where(over, tl.where(x < 0, 0xFC, 0x7C), bits).to(tl.uint8)
-    return bits.to(tl.float8e5, bitcast=True)
+    # the hardware conversion saturates, torch's overflows to infinity from half way between 57344 and 65536, 61440, on
+    if converts_fp8():
+        bits = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        result = tl.where(tl.abs(x) >= 61440.0, tl.where(x < 0, 0xFC, 0x7C), bits).to(tl.uint8)
+    else:
+        result = fp8_bits(x, 2, 15, 0x476FFFFF, 0x7C)
+    return result
 
 
 @twin
@@ -101,6 +161,13 @@ def again(x):
 def atomic_add(place, x, mask):
     """Add `x` to what is in memory; in any order, and before the kernel ends."""
     tl.atomic_add(place, x, mask, sem="relaxed")
+
+
+@jit
+def along(x, each: tl.constexpr):
+    """One value a segment, (rows, segments), at each of the `each` places of its segment: (rows, segments * each)."""
+    wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], each])
+    return tl.reshape(wide, [x.shape[0], x.shape[1] * each])
 
 
 # -- reductions over one axis of a tile, and their elementwise accumulation ---------------------------------------------------------------

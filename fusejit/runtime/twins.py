@@ -65,15 +65,12 @@ def from_bf16(x: tl.tensor) -> tl.tensor:
     return value(wide.view(np.float32), tl.float32, _is_block(x))
 
 
-def _to_fp8(kind: torch.dtype, dtype: tl.dtype) -> Callable[[tl.tensor], tl.tensor]:
-    return lambda x: value(array(x).to(torch.float32).to(kind).view(torch.uint8).numpy(), dtype, _is_block(x))
+def _to_fp8(kind: torch.dtype) -> Callable[[tl.tensor], tl.tensor]:
+    return lambda x: value(array(x).to(torch.float32).to(kind).view(torch.uint8).numpy(), tl.uint8, _is_block(x))
 
 
-def from_fp8(x: tl.tensor) -> tl.tensor:
-    """float8_e4m3fn or float8_e5m2 as float32."""
-    kind = torch.float8_e4m3fn if x.dtype == tl.float8e4nv else torch.float8_e5m2
-    data = torch.from_numpy(np.array(x.handle.data, dtype=np.uint8)).view(kind).to(torch.float32).numpy()
-    return value(data, tl.float32, _is_block(x))
+def _from_fp8(kind: torch.dtype) -> Callable[[tl.tensor], tl.tensor]:
+    return lambda x: value(array(x).view(kind).to(torch.float32).numpy(), tl.float32, _is_block(x))
 
 
 def fma(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
@@ -188,10 +185,11 @@ TWINS: dict[str, Callable[..., Any]] = {
     "to_int": to_int,
     "to_bf16": to_bf16,
     "from_bf16": from_bf16,
-    "to_e4m3": _to_fp8(torch.float8_e4m3fn, tl.float8e4nv),
-    "to_e4m3_nan": _to_fp8(torch.float8_e4m3fn, tl.float8e4nv),
-    "to_e5m2": _to_fp8(torch.float8_e5m2, tl.float8e5),
-    "from_fp8": from_fp8,
+    "to_e4m3": _to_fp8(torch.float8_e4m3fn),
+    "to_e4m3_nan": _to_fp8(torch.float8_e4m3fn),
+    "to_e5m2": _to_fp8(torch.float8_e5m2),
+    "from_e4m3": _from_fp8(torch.float8_e4m3fn),
+    "from_e5m2": _from_fp8(torch.float8_e5m2),
     "sum": _reduce(lambda x, axis: x.sum(axis, dtype=x.dtype)),
     "prod": _reduce(lambda x, axis: x.prod(axis, dtype=x.dtype)),
     "amax": _reduce(torch.amax),
