@@ -186,7 +186,8 @@ def report(found: Specialisation, name: str) -> Report:
         effects=tuple(found.effects), control=tuple(found.control), eager=_eager(found),
         bytes_minimum=_bytes_minimum(found, backward),
         compile_ms=found.stages_ms, stages=dict(found.record), why=found.why, inlined=tuple(dict.fromkeys(found.inlined)),
-        dynamic=(*found.dynamic, *_variants(found)), regions=_regions(found), unbound=found.unbound, rewrites=tuple(found.rewrites),
+        dynamic=(*found.dynamic, *_variants(found)), regions=_regions(found), unbound=found.unbound,
+        rewrites=_rewrites(found.rewrites, found.forward, backward),
     )  # fmt: skip
 
 
@@ -255,6 +256,12 @@ def _program(program: Program | None) -> Half:
         tuned=program.tuned, own=program.kernels, called=program.externs, regions=tuple(inner),
         recorded=program.state if isinstance(program, Recorded) else "",
     )  # fmt: skip
+
+
+def _rewrites(graph: Sequence[str], *programs: Program | None) -> tuple[str, ...]:
+    """What was rewritten in the graph, and in the Programs made of it, those that they call included."""
+    parts = [part for program in programs if program is not None for part in (program, *program.called)]
+    return tuple(dict.fromkeys([*graph, *(line for part in parts for line in part.rewrites)]))
 
 
 def _regions(found: Specialisation) -> tuple[Any, ...]:
