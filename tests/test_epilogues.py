@@ -95,6 +95,9 @@ def test_what_is_read_elsewhere_or_does_more_keeps_its_kernel(fuse, device):
     def saved(x, w, b):
         return F.silu(x @ w + b)
 
+    def unbiased(x, w, b):  # the call takes a vector in any case
+        return F.relu(x @ w)
+
     def rows(x, w, b):
         return x @ w + x[:, :1]
 
@@ -102,7 +105,7 @@ def test_what_is_read_elsewhere_or_does_more_keeps_its_kernel(fuse, device):
         y = x @ w
         return F.relu(y + b) * y
 
-    for fn in (residual, normed, both, saved, rows, twice):
+    for fn in (residual, normed, both, saved, unbiased, rows, twice):
         args, fused = made(device), fuse(fn, fullgraph=True)
         torch.testing.assert_close(fused(*args), fn(*args))
         report = fused.explain(*args)

@@ -83,6 +83,8 @@ def _match(call: Extern, reader: Cluster, lowered: Lowered, gpu: bool) -> Found 
         if PRODUCTS[call.target] or len(others) != 1 or (bias := _bias(others[0], reader, call, product, lowered)) is None:
             return None
         given = [(bias, added) for added in _sums(value, others[0])]
+    if not PRODUCTS[call.target] and not others:
+        return None  # the call wants a bias
     for ref, inner in given:
         results = {"": [inner] if ref is not None else [], "relu": [compute("relu", inner, dtype=store.dtype)]}
         results["gelu"] = [_gelu(inner, store.dtype)] if gpu else []
