@@ -20,6 +20,7 @@ from . import config
 from .codegen.cats import cats
 from .codegen.cluster import Cluster
 from .codegen.cost import Device, machine
+from .codegen.epilogue import epilogue
 from .codegen.foreach import foreach
 from .codegen.fuse import fuse
 from .codegen.kernel import Kernel
@@ -91,7 +92,10 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     lowered = clock("lower", lower(graph, inputs, RULES))
     note("clusters", lowered)
     fused, unfused = clock("fuse", fuse(lowered, options.jit_level != "O1", device))
+    rewritten: tuple[str, ...] = ()
     if options.jit_level != "O1":
+        gpu = options.target is not None or any(isinstance(v, torch.Tensor) and v.is_cuda for v in inputs)
+        fused, rewritten = clock("epilogue", epilogue(fused, options.numerics, gpu))
         fused = clock("many", many(cats(fused), device))
     fused = clock("split", split(fused, device))
     if options.jit_level != "O1":
@@ -105,6 +109,7 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     retargeted = torch.device("cuda") if options.target else None
     rendered = tuple(k for k in kernels if k is not None)
     program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, retargeted, rendered, clock.spent, tuned)
+    program.rewrites = rewritten
     if known:
         program.sizes, program.atoms, program.hints = known, size_scope().atoms, size_scope().hints
     note("source", program.source)

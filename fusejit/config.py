@@ -38,6 +38,12 @@ KNOBS = {
             16,
             "programs that a function (or a method of one object) gets; then it runs eagerly",
         ),
+        Knob(
+            "chunk_bytes",
+            "FUSEJIT_CHUNK_BYTES",
+            2**30,
+            "bytes of a matrix product from which, and in which, it is computed in parts where its rows are only reduced; 0 means never",
+        ),
         Knob("workers", "FUSEJIT_WORKERS", 0, "processes that compile kernels; 0 means one per core, at most 2"),
     )
 }

@@ -69,6 +69,7 @@ class Report:
         control: what each `if`, loop and condition on a tensor became, and why.
         regions: blocks that were captured and compiled once, each with its number of calls (see `fusejit.lazy_inline`).
         inlined: blocks that were captured in place though marked or repeated: (class, reason).
+        rewrites: what is computed another way than written (products in parts of their rows), or would be and cannot, and why.
         dynamic: which sizes of the arguments may vary and why, and which may not.
         unbound: why calls, from the third on, are still checked by the general key and guards (see runtime/bind.py).
         graphs: where a call is cut into several graphs, the report of each, in the order in which they run; empty otherwise.
@@ -91,6 +92,7 @@ class Report:
     inlined: tuple[tuple[str, str], ...] = ()
     dynamic: tuple[str, ...] = ()
     unbound: str = ""
+    rewrites: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -128,6 +130,7 @@ class Report:
         inlined = [f"{name}: {reason}" for name, reason in self.inlined]
         for title, rows in (
             ("control flow", self.control),
+            ("rewrites", self.rewrites),
             ("sizes", self.dynamic),
             ("regions", regions),
             ("captured in place", inlined),
@@ -184,6 +187,7 @@ def report(found: Specialisation, name: str) -> Report:
         bytes_minimum=_bytes_minimum(found, backward),
         compile_ms=found.stages_ms, stages=dict(found.record), why=found.why, inlined=tuple(dict.fromkeys(found.inlined)),
         dynamic=(*found.dynamic, *_variants(found)), regions=_regions(found), unbound=found.unbound,
+        rewrites=_rewrites(found.rewrites, found.forward, backward),
     )  # fmt: skip
 
 
@@ -220,6 +224,7 @@ def joined(parts: Sequence[Report], name: str) -> Report:
         effects=tuple(row for part in parts for row in part.effects), control=tuple(row for part in parts for row in part.control),
         eager=tuple(row for part in parts for row in part.eager),
         bytes_minimum=sum(part.bytes_minimum for part in parts), compile_ms=compile_ms, graphs=graphs, why=parts[0].why if parts else "",
+        rewrites=tuple(row for part in parts for row in part.rewrites),
         regions=tuple(row for part in parts for row in part.regions), inlined=tuple(row for part in parts for row in part.inlined),
         stages={f"graph {number}.{stage}": value for number, part in enumerate(graphs) for stage, value in part.stages.items()},
     )  # fmt: skip
@@ -251,6 +256,12 @@ def _program(program: Program | None) -> Half:
         tuned=program.tuned, own=program.kernels, called=program.externs, regions=tuple(inner),
         recorded=program.state if isinstance(program, Recorded) else "",
     )  # fmt: skip
+
+
+def _rewrites(graph: Sequence[str], *programs: Program | None) -> tuple[str, ...]:
+    """What was rewritten in the graph, and in the Programs made of it, those that they call included."""
+    parts = [part for program in programs if program is not None for part in (program, *program.called)]
+    return tuple(dict.fromkeys([*graph, *(line for part in parts for line in part.rewrites)]))
 
 
 def _regions(found: Specialisation) -> tuple[Any, ...]:

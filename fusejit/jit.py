@@ -44,6 +44,7 @@ def jit(
     numerics: str = "fast",
     fast_math: bool = False,
     cuda_graph: bool | None = None,
+    chunk_bytes: int | None = None,
     name: str | None = None,
 ) -> Any:
     """Compile a function or a module when it is called.
@@ -69,6 +70,7 @@ def jit(
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that
             overflows or is nan (codegen/algebra.py has the table).
         cuda_graph: replay the launches of a call at once (runtime/cudagraph.py); None: at O3. Where not, `explain()` has the reason.
+        chunk_bytes: larger products whose rows are only reduced (logits) are computed in parts of so many; 0: never; None: config.py, 1 GiB
         name: how messages and kernels call the function.
 
     Returns:
@@ -77,9 +79,8 @@ def jit(
     Raises:
         ValueError: an option is none of its choices. TypeError: the argument is not callable.
     """
-    settings = Settings(
-        capture_mode, jit_level, fullgraph, backend, numerics, name or "", fast_math=fast_math, dynamic=dynamic, cuda_graph=cuda_graph
-    )
+    more = {"fast_math": fast_math, "dynamic": dynamic, "cuda_graph": cuda_graph, "chunk_bytes": chunk_bytes}
+    settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "", **more)
     for option, choices in CHOICES.items():
         check(option, getattr(settings, option), choices)
     return functools.partial(make, settings=settings) if fn_or_module is None else make(fn_or_module, settings=settings)

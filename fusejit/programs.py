@@ -24,6 +24,8 @@ from .runtime.eager import eager
 from .settings import BACKENDS, Settings
 
 Tensor = torch.Tensor
+aten = torch.ops.aten
+PRODUCTS = {aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default}
 
 
 class BackendError(FusejitError):
@@ -101,6 +103,7 @@ def half_compiler(found: Any, settings: Settings, options: Any) -> Callable[[tor
 def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
     """Trace the joint graph and compile it with fusejit's own back end."""
     from .autodiff.attention import retarget_attention
+    from .autodiff.chunk import chunk
     from .autodiff.compose import compose
     from .autodiff.cumprod import scan_cumprods
     from .autodiff.joint import build
@@ -119,15 +122,18 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
     rewrite = (lambda module: scan_cumprods(retarget_attention(module))) if elsewhere else scan_cumprods
     rewrite = (lambda module: module) if plain else rewrite
-    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain)))
-    decompositions = {} if plain else random.with_draws(decompose.table(), settings.numerics)
+    limit = settings.most_at_once
+    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain, limit)))
+    whole = decompose.table() if plain and limit else {}
+    decompositions = whole if plain else random.with_draws(decompose.table(), settings.numerics)
     tools = Toolchain(region_compiler(options), decompositions, rewrite, flavour)
+    tools.change = lambda module: found.rewrites.extend(chunk(module, limit, tools.compiler, flavour))
     graph = rewrite(graph)
     calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
     built = compose(graph, tensors, tools, compiler) if calls else None
     if built is None:
         graph, regions = call_regions(graph, tools)
-        built = build(graph, tensors, compiler, tools.decompositions)
+        built = build(graph, tensors, compiler, tools.decompositions, tools.change)
         built.regions = regions
     found.inlined += tools.notes
     found.compile_ms["regions"] = tools.spent_ms
@@ -135,6 +141,17 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
         found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions")
     )
     return built
+
+
+def larger(graph: torch.fx.GraphModule, limit: int) -> bool:
+    """Whether a captured graph has a matrix product of more than `limit` bytes (0: none counts), in one of its regions too."""
+    for node in graph.graph.nodes if limit else ():
+        if isinstance(node.target, Region) and larger(node.target.graph, limit):
+            return True
+        value = node.meta.get("val")
+        if node.target in PRODUCTS and isinstance(value, torch.Tensor) and value.numel() * value.dtype.itemsize > limit:
+            return True
+    return False
 
 
 def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:

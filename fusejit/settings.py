@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from . import config
+
 BACKENDS = ("auto", "triton", "interpret", "eager")
 LEVELS = ("O0", "O1", "O2", "O3")
 MODES = ("ast", "trace", "bytecode")
@@ -24,6 +26,7 @@ class Settings:
     `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they have at
     capture. `apart`: forward and backward are two programs on every backend, also on "eager". `regions`: equal blocks are captured once.
     `dynamic`: see `fusejit.jit`.
+    `chunk_bytes`: see `fusejit.jit`.
     `cuda_graph`: Programs are recorded and replayed (see runtime/cudagraph.py); None: at O3.
     """
 
@@ -40,6 +43,16 @@ class Settings:
     regions: bool = True
     dynamic: bool | None = False
     cuda_graph: bool | None = None
+    chunk_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes is not None and (type(self.chunk_bytes) is not int or self.chunk_bytes < 0):
+            raise ValueError(f"chunk_bytes={self.chunk_bytes!r}: give a number of bytes, 0 for never, or None")
+
+    @property
+    def most_at_once(self) -> int:
+        """The bytes from which a product is computed in parts, and that a part has at most; 0: never."""
+        return int(config.read("chunk_bytes")) if self.chunk_bytes is None else self.chunk_bytes
 
     @property
     def records(self) -> bool:

@@ -28,7 +28,7 @@ from .capture.symbols import Symbols
 from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
 from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
-from .programs import build_programs, check_devices, resolve
+from .programs import build_programs, check_devices, larger, resolve
 from .rewrites.capture import capture_rewritten
 from .rewrites.control import Outcome
 from .runtime.choose import choose, measurable
@@ -65,6 +65,7 @@ class Specialisation:
         inlined: blocks that were captured in place though marked or repeated, each with the reason.
         body: the graph as a function of its inputs, given one by one where `spread`, as a list that it may clear otherwise; what the hot
             path calls (runtime/bind.py), None where that leaves the call alone. result: from the body's results to the user's.
+        rewrites: what was computed another way than written, and why.
         pattern: how the inputs share memory, where that matters. entry: of the hot path; unbound: why that leaves it alone.
         dynamic: what is said of its sizes: which are symbols and why, which could not be; symbols: those, or None.
     """
@@ -94,6 +95,7 @@ class Specialisation:
     dynamic: list[str] = field(default_factory=list)
     symbols: Symbols | None = None
     unbound: str = ""
+    rewrites: list[str] = field(default_factory=list)
 
     @property
     def backward(self) -> Any:
@@ -159,7 +161,8 @@ def specialise(
     found.record["capture"] = captured.graph
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
     positions, unflatten = captured.positions, result_builder(captured)
-    if (found.backend == "eager" or settings.jit_level == "O0") and not settings.apart:
+    plain = found.backend == "eager" or settings.jit_level == "O0"
+    if plain and not settings.apart and not larger(captured.graph, settings.most_at_once):
         set_eager_run(found, eager(captured.graph), positions, unflatten)
     else:
         compile_into(found, tensors, settings, None if symbols is None else symbols.inputs(tensors))

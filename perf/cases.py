@@ -217,6 +217,27 @@ def dequant_rms_norm(codes: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     return rms_norm(parts.reshape(codes.shape).to(weight.dtype), weight)
 
 
+def weighted_cross_entropy(logits: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """logits (rows, classes), target (rows), weight (classes)."""
+    return F.cross_entropy(logits, target, weight=weight)
+
+
+def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Targets are probabilities: both (rows, classes)."""
+    return F.cross_entropy(logits, target)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """hidden (rows, width), weight (classes, width), target (rows): at the measured sizes the logits are never held whole."""
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+def clip_grad_norm(*grads: Tensor) -> tuple[Tensor, ...]:
+    """What torch.nn.utils.clip_grad_norm_ does to gradients, as new tensors; last, their norm."""
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return *torch._foreach_mul(grads, (1.0 / (total + 1e-6)).clamp(max=1.0)), total
+
+
 # -- arguments and sizes ---------------------------------------------------------------------------------------------------------------
 def _one(shape: Shape, t: Tensors) -> tuple[Any, ...]:
     return (t(*shape),)
@@ -292,6 +313,20 @@ def _labelled(shape: Shape, t: Tensors) -> tuple[Any, ...]:
     return t(*shape), t.integers(shape[1], shape[0])
 
 
+def _gradients(shape: Shape, t: Tensors) -> tuple[Any, ...]:
+    """Matrices and vectors in turn, as a model has them; (pairs, size of the matrices)."""
+    pairs, n = shape
+    return tuple(t(*one, grad=False) for _ in range(pairs) for one in ((n, n), (n,)))
+
+
+def _model(n: int) -> Shape:
+    return (100, n)
+
+
+def _head(classes: int) -> Shape:
+    return (16384, 1024, classes)
+
+
 ROWS, ODD_ROWS = (6, 96), (5, 33)
 VOCABULARIES = (128256, 32768, 50257, 262144)
 FAMILIES: tuple[Family, ...] = (
@@ -364,6 +399,33 @@ FAMILIES += tuple(
         ("rms_norm_quant_known", rms_norm_quant_known, _known, ROWS, ODD_ROWS, None),
         ("dequant_rms_norm", dequant_rms_norm, _quantised, (6, 384), (5, 640), None),
     )
+)  # fmt: skip
+FAMILIES += (
+    Family(
+        Block(
+            "weighted_cross_entropy", weighted_cross_entropy, lambda s, t: (*_labelled(s, t), t.positive(s[1])), "rows, classes",
+            _rows(32768), ROWS,
+        ),
+        _rows, ODD_ROWS, (0, 1), lengths=VOCABULARIES, passes=("forward", "both"),
+    ),
+    Family(
+        Block(
+            "soft_cross_entropy", soft_cross_entropy, lambda s, t: (t(*s), t(*s, grad=False).softmax(-1)), "rows, classes",
+            _rows(32768), ROWS,
+        ),
+        _rows, ODD_ROWS, (0, 1), lengths=VOCABULARIES, passes=("forward", "both"),
+    ),
+    Family(
+        Block(
+            "linear_cross_entropy", linear_cross_entropy, lambda s, t: (t(*s[:2]), t(s[2], s[1], scale=0.02), t.integers(s[2], s[0])),
+            "rows, width, classes", _head(128256), (6, 16, 96),
+        ),
+        _head, (5, 8, 33), (0, 1, 2), lengths=(128256, 50257), passes=("forward", "both"),
+    ),
+    Family(
+        Block("clip_grad_norm", clip_grad_norm, _gradients, "pairs of a matrix and a vector, size", _model(1024), (3, 16), grad=False),
+        _model, (3, 13), lengths=(1024, 256), passes=("forward",),
+    ),
 )  # fmt: skip
 BY_NAME = {family.block.name: family for family in FAMILIES}
 BF16, F32 = torch.bfloat16, torch.float32

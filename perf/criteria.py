@@ -11,6 +11,7 @@ input a load belongs to, how many bytes a thread loads of it, and how many at a 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ def _width(op: str) -> int:
 # -- one case --------------------------------------------------------------------------------------------------------------------------
 # The least that a case moves times this. The first row that applies; a row says why more is allowed.
 LIMITS: tuple[tuple[str, Callable[[Case], bool], float], ...] = (
+    ("logits, a part of them at a time, are no part of the least", lambda c: c.name == "linear_cross_entropy", math.inf),
+    ("gradients are read for their norm, then to scale them", lambda c: c.name == "clip_grad_norm", 1.55),
     ("a group is read again, by the kernel that normalises it", lambda c: c.name == "group_norm", 1.65),
     ("the largest of all values is known after a first read", lambda c: c.name == "quant_per_tensor", 1.85),
     ("few long rows are reduced in pieces, then read again", lambda c: c.shape[0] < 132 and c.length > LONGEST, 1.55),

@@ -179,6 +179,45 @@ def test_bytes(form, shape):
     assert not report.forward.externs and not report.backward.externs and report.forward.launches <= (5 if again else 4)
 
 
+LARGE = {
+    "weights": lambda x, t, w: F.cross_entropy(x.float(), t, weight=w),
+    "weights and smoothing": lambda x, t, w: F.cross_entropy(x.float(), t, weight=w, label_smoothing=0.1),
+    "probabilities": lambda x, t, w: F.cross_entropy(x.float(), t.float()),
+    "probabilities, weights and smoothing": lambda x, t, w: F.cross_entropy(x.float(), t.float(), weight=w, label_smoothing=0.1),
+}
+
+
+@pytest.mark.parametrize("shape", SIZES[1:], ids=str)
+@pytest.mark.parametrize("form", LARGE)
+def test_bytes_of_weights_and_probabilities(form, shape):
+    """Forward and backward: two reads and one write of the logits; probabilities are read twice besides."""
+    x = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+    soft = "probabilities" in form
+    target = torch.empty(shape, dtype=torch.bfloat16) if soft else torch.empty(shape[0], dtype=torch.int64)
+    report = fusejit.jit(LARGE[form], backend="interpret", chunk_bytes=0).explain(x, target, torch.empty(shape[1]))
+    size, rest = 2 * shape[0] * shape[1], 8 * 60 * shape[0] + 8 * 4 * shape[1]
+    for half, least in ((report.forward, 1 + soft), (report.backward, 2 + soft)):
+        assert least * size <= sum(k.bytes_read + k.bytes_written for k in half.kernels) <= 1.01 * least * size + rest
+        assert not half.externs
+    large = [k for k in report.backward.kernels if k.bytes_read >= size]
+    assert [k.template.startswith("reduction") for k in large] == [form != "weights"]
+
+
+def test_weights_of_images_and_of_one_row(fuse, device):
+    x, w = logits_of((2, 5, 3, 4), torch.float32, device), torch.rand(5, device=device) + 0.5
+    target = torch.randint(5, (2, 3, 4), device=device)
+    target[0, 1] = -100
+    for reduction in ("mean", "sum", "none"):
+        assert_as_right(fuse(F.cross_entropy), F.cross_entropy, x, target, weight=w, reduction=reduction)
+        assert_as_right(fuse(F.cross_entropy), F.cross_entropy, x[0, :, 0, 0], target[1, 0, 0], weight=w, reduction=reduction)
+
+
+def test_negative_probabilities_are_numbers_as_any(fuse, device):
+    """Eager's cross entropy takes any target of the logits' shape."""
+    target = torch.randn(ROWS, CLASSES, device=device)
+    assert_as_right(fuse(F.cross_entropy), F.cross_entropy, logits_of((ROWS, CLASSES), torch.float32, device), target)
+
+
 @pytest.mark.parametrize("shape", [(2048, 128256), (8192, 32768)], ids=str)
 def test_kernels_for_sm_90(shape, sm_90):
     x = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)

@@ -203,7 +203,11 @@ def fake_inputs(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def build(
-    graph: torch.fx.GraphModule, inputs: Sequence[Tensor], compiler: Compiler, decompositions: dict, fakes: Sequence[Tensor] | None = None
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Tensor],
+    compiler: Compiler,
+    decompositions: dict,
+    change: Callable[[torch.fx.GraphModule], None] | None = None,
 ) -> Built:
     """Trace the joint graph under the present grad mode and autocast, and compile the forward.
 
@@ -211,12 +215,13 @@ def build(
         graph: of a capture; inputs: its input tensors, real or fake.
         compiler: called for each functional graph; its errors come out unchanged.
         decompositions: {overload: function} applied below autograd.
+        change: what is done to the joint graph before it is cut in two.
     """
     core, views = split_views(graph)
     core, constants = lift_constants(core)
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()  # before inference_mode(False), which switches gradients on
     with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.set_grad_enabled(grad):
-        joint, given = trace_joint(core, [*inputs, *constants], decompositions, stack)
+        joint, given = trace_joint(core, [*inputs, *constants], decompositions, stack, change)
         built = route(joint, given, compiler)
     if constants:
         built.run = with_constants(built.run, constants)
@@ -225,7 +230,13 @@ def build(
     return built
 
 
-def trace_joint(core: torch.fx.GraphModule, inputs: Sequence[Tensor], decompositions: dict, stack: contextlib.ExitStack) -> Any:
+def trace_joint(
+    core: torch.fx.GraphModule,
+    inputs: Sequence[Tensor],
+    decompositions: dict,
+    stack: contextlib.ExitStack,
+    change: Callable[[torch.fx.GraphModule], None] | None = None,
+) -> Any:
     """AOTAutograd's joint graph and metadata, and the fake inputs; both are good until `stack` is left."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # 2.4 s of import: only when something is compiled
 
@@ -238,6 +249,8 @@ def trace_joint(core: torch.fx.GraphModule, inputs: Sequence[Tensor], decomposit
             stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
         )
     share_seeds(joint._aot_graph_capture.graph_module.graph)
+    if change is not None:
+        change(joint._aot_graph_capture.graph_module)
     return joint, given
 
 

@@ -71,6 +71,7 @@ class Toolchain:
     """What compiles a region: `compiler` for functional graphs, decompositions, a rewrite of captured graphs; `flavour` names all three.
 
     notes: (region, why) of what stays in place. spent_ms: milliseconds that compiling regions took; backwards, compiled when needed, not.
+    change: what is done to each joint graph.
     """
 
     compiler: Compiler
@@ -79,6 +80,7 @@ class Toolchain:
     flavour: str
     notes: list[tuple[str, str]] = field(default_factory=list)
     spent_ms: float = 0.0
+    change: Callable[[GraphModule], None] | None = None
 
 
 def call_regions(module: GraphModule, tools: Toolchain) -> tuple[GraphModule, list[Compiled]]:
@@ -133,7 +135,7 @@ def compile_region(region: Region, key: str, tools: Toolchain) -> Compiled:
     if constants:
         raise Unsupported(region.name, "it holds a constant tensor")
     with contextlib.ExitStack() as stack, in_state(region):
-        joint, given = trace_joint(core, stand_ins(region.inputs), tools.decompositions, stack)
+        joint, given = trace_joint(core, stand_ins(region.inputs), tools.decompositions, stack, tools.change)
         state = joint._aot_state
         reason = why_wrapped(joint) or (any(info.mutates_data for info in state.fw_metadata.input_info) and "it changes an input in place")
         if reason:

@@ -43,6 +43,8 @@ def table() -> dict[torch._ops.OpOverload, Callable]:
     for op in (torch.ops.aten.bucketize.Tensor, torch.ops.aten.bucketize.Scalar):
         if op in found:
             found[op] = _unless_a_number(found[op])
+    for op in (torch.ops.aten.nll_loss_backward.default, torch.ops.aten.nll_loss2d_backward.default):
+        found[op] = _weighted_by_row(found[op])
     found |= {op: _each(op) for op in _foreach_ops()}
     own = POINTWISE.keys() | REDUCTIONS.keys() | {"sum.default", "all.default", "any.default"}
     return {op: rule for op, rule in found.items() if short(op) not in own and short(op).split(".")[0] not in WHOLE}
@@ -59,6 +61,7 @@ APART: dict[str, Callable] = {
     "minimum": lambda x, y: torch.minimum(x, y) if isinstance(y, torch.Tensor) else torch.clamp_max(x, y),
 }
 NOT_EACH = ("mm", "powsum")
+MEAN = 1  # of torch's numbers for reductions
 
 
 def _foreach_ops() -> list[torch._ops.OpOverload]:
@@ -85,6 +88,27 @@ def _each(op: torch._ops.OpOverload) -> Callable:
             one(*(value[i] if name in lists else value for name, value in named), **{k: v for k, v in kwargs.items() if v is not None})
             for i in range(count)
         ]
+
+    return decomposition
+
+
+def _weighted_by_row(rule: Callable) -> Callable:
+    """Let the gradient of an nll_loss look up the one weight of each row, as torch's kernel does, instead of multiplying rows by all."""
+
+    def decomposition(
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignored: int,
+        total: torch.Tensor,
+    ) -> object:
+        if weight is None or x.dim() < 2:
+            return rule(grad, x, target, weight, reduction, ignored, total)
+        given = torch.where(target != ignored, target, 0)
+        own = weight.gather(0, given.reshape(-1)).reshape(given.shape)
+        return rule((grad / total if reduction == MEAN else grad) * own, x, target, None, 0, ignored, total)  # 0: a gradient for each row
 
     return decomposition
 

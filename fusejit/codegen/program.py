@@ -38,7 +38,7 @@ class Program:
         unfused: pairs of clusters that share a buffer and stay apart, with reasons. compile_ms: milliseconds by stage.
         tuned: at O3, how each kernel's schedule was chosen.
         sizes: where the inputs hold the value of each symbol (see sized.py). atoms: {name: text} of what is computed from them.
-        hints: their values in the call that was compiled for.
+        hints: their values in the call that was compiled for. rewrites: calls that do what kernels did before (epilogue.py).
     """
 
     steps: tuple[Step, ...]
@@ -54,6 +54,7 @@ class Program:
     sizes: tuple[tuple[str, int, int], ...] = ()
     atoms: dict[str, str] = field(default_factory=dict)
     hints: dict[str, int] = field(default_factory=dict)
+    rewrites: tuple[str, ...] = ()
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         try:

@@ -36,12 +36,17 @@ MAX_PIECES = 16  # a cat of more pieces is a chain of selects too long to be wor
 
 
 # -- reductions ------------------------------------------------------------------------------------------------------------------------
-def reduce_to_buffer(low: Lowering, node: Node, x: Expr, dims: Sequence[int], op: str, dtype: torch.dtype, place: bool = False) -> Expr:
-    """Reduce `dims` of x (shaped as the node's first operand) and return the result with those dims kept as size 1.
+def reduce_to_buffer(
+    low: Lowering, node: Node, x: Expr, dims: Sequence[int], op: str, dtype: torch.dtype, place: bool = False, shape: tuple[int, ...] = ()
+) -> Expr:
+    """Reduce `dims` of x (shaped as the node's first operand, or `shape`) and return the result with those dims kept as size 1.
 
     `place` gives arg-reductions the row-major position within the reduced dims.
     """
-    shape = tuple(node.args[0].meta["val"].shape)
+    shape = shape or tuple(node.args[0].meta["val"].shape)
+    if op == "sum" and len(dims) == len(shape) > 1 and _of_rows(low, x):  # rows first: they join the kernel that reduced them before
+        x = reduce_to_buffer(low, node, x, [len(shape) - 1], op, dtype, shape=shape)
+        shape = (*shape[:-1], 1)
     kept = [d for d in range(len(shape)) if d not in dims]
     after = tuple(1 if d in dims else n for d, n in enumerate(shape))
     (x,) = view([x], permute(shape, [*kept, *dims]))
@@ -62,6 +67,16 @@ def reduce_to_buffer(low: Lowering, node: Node, x: Expr, dims: Sequence[int], op
             value = reduction(op, *args, dtype=dtype)
         low.steps.append(Cluster.build(outer, inner, [Store(buffer.name, rows, value, dtype)], low.lines(node)))
     return low.whole(buffer)
+
+
+def _of_rows(low: Lowering, x: Expr) -> bool:
+    """Whether a value needs something that the graph makes of each row: what normalises it along the last dimension."""
+
+    def repeated(node: Load) -> bool:
+        strides = node.layout.strides or (1,)
+        return node.buffer in low.reasons and strides[-1] == 0 and any(strides)
+
+    return any(isinstance(n, Load) and not n.index and repeated(n) for n in postorder([x]))
 
 
 def _dims(rank: int, dims: Any) -> list[int]:
