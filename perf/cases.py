@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from layouts import LAYOUTS
 from torch import Tensor
 
 from fusejit.blocks import BLOCKS, Block, Shape, Tensors, layer_norm, masked_softmax, rotate_half
@@ -280,6 +281,7 @@ FAMILIES += (
         Block("cumsum", cumsum, _one, "rows, columns", _rows(4096), ROWS), _rows, ODD_ROWS, lengths=(4096, 8192, 16384, 32768, 131072)
     ),
 )  # fmt: skip
+FAMILIES += tuple(Family(**row) for row in LAYOUTS)
 BY_NAME = {family.block.name: family for family in FAMILIES}
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -19,7 +19,7 @@ ORDER = [
     *("codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing"),
     *("codegen/onehot", "codegen/scans", "codegen/scatter", "codegen/rules"),
     "codegen/order",
-    *("codegen/keep", "codegen/cost", "codegen/peel"),
+    *("codegen/keep", "codegen/cost", "codegen/crossing", "codegen/peel"),
     *("codegen/schedule", "codegen/online", "codegen/split", "codegen/align"),
     *("codegen/pressure", "codegen/mix", "codegen/nest", "codegen/fuse"),
     *("codegen/cats", "codegen/foreach", "codegen/many", "codegen/kernel", "codegen/lanes", "codegen/tape", "codegen/ends",

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from ..errors import Unsupported
 from .cluster import Cluster, Compute, Expr, Iota, Load, Reduce, Scan, Store, children
 from .ends import PeeledTape
 from .hinted import hinted, hinted_buffers, symbolic
@@ -164,10 +163,7 @@ class Writer:
             return (self.cluster.programs, 1, 1)
         sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
         count = lambda v: -(-hint(sizes[v]) // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # noqa: E731
-        y = count("y") if "y" in sizes else 1
-        if "y" in sizes and sizes["y"] > 65535 * self.tiles["YBLOCK"]:
-            raise Unsupported("a 2-D tile", f"{y} tiles along the second grid axis, 65535 at most")
-        return (count("x"), y, 1)
+        return (count("x") * count("y"), 1, 1)
 
     @property
     def backwards(self) -> str:
@@ -297,6 +293,7 @@ class Writer:
             "wide": wide,
             "axes": [],
             "columns": [],
+            "across": f"(({self.extent('x')} + XBLOCK - 1) // XBLOCK)",
         }
         for variable in self.groups:
             fields["columns" if variable == "r" else "axes"] += self.coordinates(variable)
