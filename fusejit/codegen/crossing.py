@@ -20,6 +20,7 @@ from .size import product
 
 LINE = 128  # bytes of a line of the cache
 SECTOR = 32  # bytes that memory hands out at once
+MAX_ROW = 32768  # elements of a tile that is kept in registers; more spill
 ELEMENTS = 512  # of a tile, for each warp: 16 a thread
 
 
@@ -75,9 +76,18 @@ def tiles_2d(cluster: Cluster, device: Device) -> list[Schedule]:
 
 
 def crossing(cluster: Cluster) -> int:
-    """Return how many rows of a row reduction a tile needs at least: 1, or those that a sector holds of an operand that crosses them."""
+    """Return how many rows of a row reduction a tile needs at least: 1, or those that a sector holds of an operand that crosses them.
+
+    Half of them where that lets a row stay in registers: the other half of the sector is in L2 when the next program reads it.
+    """
     split, axes = len(cluster.parallel), cluster.axes
     if not split or not cluster.reduce or axes[split - 1] < 2 or cluster.segments or scans(cluster):
         return 1
     crossed = [o.dtype.itemsize for o in _operands(cluster) if fast_axis(o.layout.strides, axes) == split - 1]
-    return min(SECTOR // min(crossed), power_of_two(axes[split - 1])) if crossed else 1
+    return min(at_least(min(crossed), cluster, MAX_ROW), power_of_two(axes[split - 1])) if crossed else 1
+
+
+def at_least(size: int, cluster: Cluster, most: int) -> int:
+    """Return how many neighbours of `size` bytes are read at once: a sector's, or half as many if a tile of `most` elements has no room."""
+    row, whole = power_of_two(product(cluster.reduce)) * max(1, cluster.held), SECTOR // size
+    return whole if row * whole <= most or row * (whole // 2) > most else max(1, whole // 2)

@@ -379,6 +379,14 @@ def _copy_(low: Lowering, node: Node) -> Expr:
     """Write back what the graph changed: a store into the input's own memory, after its last reader."""
     target, source = node.args[:2]
     buffer = low.buffers[target.name]
+    low.owned.add(node)
+    written = low.values[source]
+    if (
+        isinstance(written, Load)
+        and low.buffers[written.buffer].written_to == buffer.name
+        and written is low.whole(low.buffers[written.buffer])
+    ):
+        return written  # scatter.py has written it already
     value = cast(low.expr(source, target.meta["val"].shape), buffer.dtype)
     if product(buffer.shape) and _reads_elsewhere(value, buffer):
         value = low.store(value, target.meta["val"], node, "read elsewhere in an input that the graph changes")
@@ -387,7 +395,6 @@ def _copy_(low: Lowering, node: Node) -> Expr:
     low.reasons[made.name] = "an in-place change of an input"
     if product(buffer.shape):
         low.steps.append(Cluster.build(buffer.shape, (), [Store(made.name, made.layout, value, buffer.dtype)], low.lines(node)))
-    low.owned.add(node)
     return low.whole(made)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from .cluster import Cluster, Load, Random, Scan
 from .cost import Device, Schedule, choose, full, machine
-from .crossing import SECTOR, crossing, fast_axis, power_of_two, second_axis, tiles_2d
+from .crossing import MAX_ROW, at_least, crossing, fast_axis, power_of_two, second_axis, tiles_2d
 from .hinted import hinted
 from .keep import kept_values
 from .layout import permute
@@ -24,7 +24,6 @@ from .scans import scans
 from .size import product
 
 STAGED = 65536  # bytes of shared memory for the stages of a loop
-MAX_ROW = 32768  # a longer row spills: it is looped over
 LONG_LOOP = 1024  # what a loop whose length varies is tiled for, at least
 WARP_VALUES = 32 * 4  # a tile that gives each lane of a warp 16 bytes of float32
 WALKED, WALKED_BYTES = 4096, 32768  # columns of a tile, and bytes of a row that a mixed reduction reads twice; longer ones spill
@@ -156,8 +155,8 @@ def kept_upright(cluster: Cluster) -> bool:
 
 
 def least_columns(cluster: Cluster) -> int:
-    """Return how many columns of a column reduction a sector of memory holds."""
-    return SECTOR // min((n.dtype.itemsize for n in full(cluster)), default=4)
+    """Return how many columns of a column reduction a program reads at least."""
+    return at_least(min((n.dtype.itemsize for n in full(cluster)), default=4), cluster, MAX_ROW // 2)
 
 
 def in_registers(cluster: Cluster) -> bool:
