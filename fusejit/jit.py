@@ -62,9 +62,8 @@ def jit(
             FUSEJIT_BACKEND replaces "auto".
         dynamic: None specialises on the first sizes and makes a dimension that changes a symbol at the second, True all of them at once;
             False compiles each shape. Sizes 0 and 1 are always specialised. What torch's `mark_dynamic`, `maybe_mark_dynamic` and
-            `mark_static` noted on a tensor is honoured (not with False). Python numbers likewise: an int from 2 on, a float other than
-            0.0, inf and nan is an input of the program from its second value on (with True ints at once); where the body needs it (a loop
-            of so many rounds, `math.sqrt`, a returned number, `type(n)`), each value has a program, and `explain()` says so.
+            `mark_static` noted on a tensor is honoured (not with False). Python numbers likewise: an int from 2 on and a finite float other
+            than 0.0 are inputs from their second value on; where the body needs the value (`range(n)`), each has a program.
         numerics: "fast" rounds a fused chain once, "eager" after each op as torch does. Random numbers: "fast" makes them inside the
             kernels, all from one seed of torch's default generator; "eager" calls torch's random ops in order, and has their numbers.
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager where that

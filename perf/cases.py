@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from layouts import LAYOUTS
 from torch import Tensor
 
 from fusejit.blocks import BLOCKS, Block, Shape, Tensors, layer_norm, masked_softmax, rotate_half
@@ -427,6 +428,7 @@ FAMILIES += (
         _model, (3, 13), lengths=(1024, 256), passes=("forward",),
     ),
 )  # fmt: skip
+FAMILIES += tuple(Family(**row) for row in LAYOUTS)
 BY_NAME = {family.block.name: family for family in FAMILIES}
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -89,10 +89,13 @@ def _width(op: str) -> int:
 
 
 # -- one case --------------------------------------------------------------------------------------------------------------------------
+SUMMED = ("embedding_norm", "scatter_add")
 # The least that a case moves times this. The first row that applies; a row says why more is allowed.
 LIMITS: tuple[tuple[str, Callable[[Case], bool], float], ...] = (
     ("logits, a part of them at a time, are no part of the least", lambda c: c.name == "linear_cross_entropy", math.inf),
     ("gradients are read for their norm, then to scale them", lambda c: c.name == "clip_grad_norm", 1.55),
+    ("sums in float32 are begun, added to and rounded: three kernels over a table", lambda c: c.name in SUMMED and _half(c), 1.85),
+    ("sums are begun, then added to: two kernels over a table", lambda c: c.name in SUMMED, 1.30),
     ("a group is read again, by the kernel that normalises it", lambda c: c.name == "group_norm", 1.65),
     ("the largest of all values is known after a first read", lambda c: c.name == "quant_per_tensor", 1.85),
     ("few long rows are reduced in pieces, then read again", lambda c: c.shape[0] < 132 and c.length > LONGEST, 1.55),
@@ -100,6 +103,10 @@ LIMITS: tuple[tuple[str, Callable[[Case], bool], float], ...] = (
     ("each program writes its part of the column sums", lambda c: _norm(c), 1.20),
     ("", lambda c: True, 1.05),
 )
+
+
+def _half(case: Case) -> bool:
+    return case.dtype.itemsize == 2
 
 
 def _norm(case: Case) -> bool:
@@ -196,11 +203,15 @@ def _can_be_wide(access: Load | Store, k: Kernel) -> bool:
     strides, split = layout.strides or (), len(cluster.parallel)
     each = WIDE // access.dtype.itemsize
     tile = product(dict(k.constants).values()) // (32 * k.num_warps)
-    if access.dtype.itemsize * tile < WIDE or getattr(access, "mask", None) is not None or k.template == "pointwise_2d":
+    if access.dtype.itemsize * tile < WIDE or getattr(access, "mask", None) is not None:
         return False
     fast = fast_axis(strides, cluster.axes)
     if fast is None:
         return False
+    if k.template == "pointwise_2d":
+        block = {len(strides) - 1: "XBLOCK", len(strides) - 2: "YBLOCK"}.get(fast)
+        outer = (*(s for a, s in enumerate(strides) if a != fast), layout.offset, cluster.axes[fast])
+        return block is not None and dict(k.constants)[block] >= each and all(s % each == 0 for s in outer)
     if k.schedule.peel:
         return bool(peel(cluster) and peel(cluster).follows(layout, split))  # type: ignore[union-attr]
     group = range(split) if fast < split else range(split, len(strides))

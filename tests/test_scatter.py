@@ -92,6 +92,20 @@ CASES = {
     "index_of_an_argmax": (
         lambda x, s: x.index_add(0, s.argmax(-1), s), lambda: (numbers(ROWS, ROWS), numbers(MANY, ROWS, grad=True))
     ),
+    "index_put": (
+        lambda x, i, s: x.index_put((i,), s * 2).relu(),
+        lambda: (numbers(MANY, COLUMNS, grad=True), torch.randperm(MANY)[:9] - MANY, numbers(9, COLUMNS, grad=True)),
+    ),
+    "index_copy": (
+        lambda x, i, s: x.index_copy(1, i, s) + x, lambda: (numbers(ROWS, MANY).t().t(), torch.randperm(MANY)[:9], numbers(ROWS, 9))
+    ),
+    "scatter": (
+        lambda x, i, s: x.scatter(1, i, s).sin(),
+        lambda: (numbers(ROWS, MANY, grad=True), torch.rand(ROWS, MANY).argsort(1)[:, :4], numbers(ROWS, 5)),
+    ),
+    "scatter_a_number": (
+        lambda x, i: x.scatter(0, i, 1.5), lambda: (numbers(MANY, 3).bfloat16(), torch.rand(MANY, 3).argsort(0)[:4])
+    ),
     "nothing_to_add": (lambda x, i, s: x.index_add(0, i, s) * 1, lambda: (numbers(ROWS, 3, grad=True), places(ROWS, 0), numbers(0, 3))),
 }  # fmt: skip
 
@@ -151,11 +165,63 @@ def test_sizes_that_change(dynamic):
         torch.testing.assert_close(jitted(x, i, s), index_add(x, i, s), atol=1e-4, rtol=1e-4)
 
 
+# -- inputs that change -------------------------------------------------------------------------------------------------------------------
+def remember(cache, place, new, query):
+    """A cache of keys (batch, length, width) with some new ones, and what a query finds in it."""
+    cache.index_copy_(1, place, new * 2)
+    return (query @ cache.transpose(1, 2)).softmax(-1)
+
+
+def count(counts, i):
+    counts.index_add_(0, i, torch.ones_like(i, dtype=counts.dtype))
+
+
+def moved(x, i):
+    x.index_copy_(0, i, x[i].flip(0))  # reads what it overwrites
+    return x + 1
+
+
+def returned(x, i, s):
+    y = x.index_add(0, i, s)
+    x.copy_(y)
+    return y
+
+
+CHANGED = {
+    "cache": (remember, lambda: (numbers(2, 40, 8), torch.tensor([7, 3]), numbers(2, 2, 8), numbers(2, 1, 8)), 1),
+    "holes": (remember, lambda: (numbers(2, 40, 16)[:, ::2, :8], torch.tensor([7, 3]), numbers(2, 2, 8), numbers(2, 1, 8)), 1),
+    "counts": (count, lambda: (torch.zeros(9, dtype=torch.int64), places(9, MANY)), 1),
+    "half_counts": (count, lambda: (torch.zeros(9, dtype=torch.float16), places(9, MANY)), 3),
+    "moved": (moved, lambda: (numbers(9, 3), torch.tensor([1, 5, 2])), None),
+    "returned": (returned, lambda: (numbers(ROWS, 3), places(ROWS, MANY), numbers(MANY, 3)), None),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_inputs_change_as_in_eager(name, backend):
+    fn, make, launches = CHANGED[name]
+    args = make()
+    jitted = fusejit.jit(fn, backend=backend, fullgraph=True)
+    for _ in range(2):
+        again = [a.clone() for a in args]
+        result, wanted = jitted(*args), fn(*again)
+        for a, b in zip((result, *args), (wanted, *again), strict=True):
+            torch.testing.assert_close(a, b)
+        if name == "returned":
+            assert result.data_ptr() != args[0].data_ptr()
+    if backend == "interpret" and launches:
+        writes = [k for k in jitted.explain(*args).forward.kernels if args[0].dim() == 1 or "index_copy" in str(k.ops)]
+        assert len(writes) == launches, jitted.explain(*args)
+        assert all(k.bytes_written < 2 * 2 * 2 * 8 * 4 for k in writes) or name != "cache"  # the new rows, not the cache
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------------------------
 OUTSIDE = {
     "index_add": lambda x, i, s: x.index_add(0, i, s),
     "index_put": lambda x, i, s: x.index_put((i,), s, accumulate=True),
     "scatter_add": lambda x, i, s: x.scatter_add(0, i[:, None].expand(-1, COLUMNS), s),
+    "index_copy": lambda x, i, s: x.index_copy(0, i, s),
 }
 
 

@@ -13,13 +13,17 @@ from .cluster import Cluster, Expr, Load, cast, compute, const
 from .layout import Affine, permute
 from .size import divide, hint, product
 
+ORDERS = "they read what they share in different orders"
+
 
 class Refused(Exception):
     """Why two clusters cannot be one."""
 
 
-def align(a: Cluster, b: Cluster) -> tuple[Cluster, Cluster]:
+def align(a: Cluster, b: Cluster, slices: bool = False) -> tuple[Cluster, Cluster]:
     """Return both clusters over the same parallel and reduce axes, in the same order.
+
+    `slices`: it is enough that they read different slices of one buffer, and share a launch.
 
     Raises:
         Refused: their iteration spaces differ, or no order makes a value that one writes stand where the other reads it.
@@ -31,7 +35,7 @@ def align(a: Cluster, b: Cluster) -> tuple[Cluster, Cluster]:
         try:
             one, two = _common(*arrange(*_spaces(wide, other), a, b))
             pair = (two, one) if swap else (one, two)
-            _same_places(*pair)
+            _same_places(*pair, slices)
             return pair
         except Refused as refusal:
             last = last or refusal
@@ -160,7 +164,7 @@ def _nest(one: tuple[int, ...], two: tuple[int, ...], total: int) -> tuple[int, 
     return tuple(reversed(parts))
 
 
-def _same_places(a: Cluster, b: Cluster) -> None:
+def _same_places(a: Cluster, b: Cluster, slices: bool) -> None:
     """Refuse unless every value that a hands to b is read where it was written, and a shared read is one read."""
     gain = False
     for name, store in a.writes.items():
@@ -169,13 +173,18 @@ def _same_places(a: Cluster, b: Cluster) -> None:
                 raise Refused(f"{name} is read at other positions than it is written")
             gain = True
     if not gain:
-        same = (set(map(_access, a.reads[n])) & set(map(_access, b.reads[n])) for n in a.reads.keys() & b.reads.keys())
+        places = _steps if slices else _access
+        same = (set(map(places, a.reads[n])) & set(map(places, b.reads[n])) for n in a.reads.keys() & b.reads.keys())
         if not any(same):
-            raise Refused("they read what they share in different orders")
+            raise Refused(ORDERS)
 
 
 def _access(node: Load) -> tuple:
     return node.layout, node.index
+
+
+def _steps(node: Load) -> tuple:
+    return node.layout.dims, node.index
 
 
 def join(a: Cluster, b: Cluster) -> Cluster:

@@ -418,7 +418,7 @@ class Cluster:
         """Whether a store writes one value for each segment of a row."""
         split = len(self.parallel)
         cut, strides = split + self.segments, store.layout.strides or ()
-        return any(strides[split:cut]) and not any(strides[cut:]) and not store.index
+        return any(strides[split:cut]) and not any(strides[cut:]) and all(e in self.by_segment for e, _ in store.index)
 
     @property
     def segment(self) -> tuple[int, int]:

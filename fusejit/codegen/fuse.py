@@ -13,7 +13,7 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from .align import Refused, align, join, space
+from .align import ORDERS, Refused, align, join, space
 from .cluster import Cluster, Reduce
 from .cost import Device, machine
 from .hinted import hinted, symbolic
@@ -56,6 +56,7 @@ def fuse(lowered: Lowered, reductions: bool = True, device: Device | None = None
             state.run()
         state.whole()
         state.mix()
+    state.beside()
     return replace(state.lowered, steps=tuple(state.ordered())), state.refusals()
 
 
@@ -90,6 +91,7 @@ class _Fusing:
         self.refused: dict[tuple[int, int], str] = {}
         self.twins: set[int] | None = None
         self.tails: dict[int, Cluster] = {}  # the second kernel of a step that mix made
+        self.slices = False  # whether a launch is all that is left to save
         self.barriers = [i for i, s in self.steps.items() if isinstance(s, Extern) and s.target == "fusejit.order.default"]
         self.draws = [i for i, s in self.steps.items() if isinstance(s, Extern) and s.draws]  # each takes its numbers from one stream
         for i, step in self.steps.items():
@@ -122,7 +124,7 @@ class _Fusing:
             score, i, j = heapq.heappop(heap)
             if i not in self.steps or j not in self.steps or self.refused.get((i, j), BETWEEN) != BETWEEN:
                 continue  # what stood between two steps may have joined one of them since
-            if self.reductions and self.left_to_foreach(i, j):
+            if self.reductions and self.left_to_foreach(i, j) or self.slices and not self.side_by_side(i, j):
                 continue
             try:
                 merged = self.merge(i, j)
@@ -181,7 +183,7 @@ class _Fusing:
             raise Refused("jit_level O1 fuses elementwise clusters only")
         self.check_between(i, j)
         blocks = in_segments(a, b)
-        one, two = blocks or align(a, b)
+        one, two = blocks or align(a, b, self.slices)
         merged = join(one, two)
         _check(one, two, merged, self.lowered.buffers)
         merged = self.without_dead(merged, i, j)
@@ -249,6 +251,21 @@ class _Fusing:
         for t in self.steps:
             if t not in (i, j, k) and self.above[k] >> t & 1 and self.above[t] & inside:
                 raise Refused(BETWEEN)
+
+    def beside(self) -> None:
+        """Join pointwise steps over slices of one buffer, each of which reads its own: q, k and v of a projection."""
+        before, self.slices = self.refused, True
+        self.refused = {pair: reason for pair, reason in before.items() if reason != ORDERS}
+        self.run()
+        self.refused = before | self.refused
+
+    def side_by_side(self, i: int, j: int) -> bool:
+        """Whether two steps are pointwise, and no two lines of memory, of which foreach makes one launch."""
+        pair = [self.steps[i], self.steps[j]]
+        if any(not isinstance(s, Cluster) or s.reduce or s.programs for s in pair) or not reads(pair[0]) & reads(pair[1]):
+            return False
+        known = places(self.lowered.buffers)
+        return any(symbolic(s) or pattern(s, known) is None for s in pair if isinstance(s, Cluster))
 
     def mix(self) -> None:
         """Join what is left of row and column reductions over the same elements, the pair that saves most first."""

@@ -139,7 +139,7 @@ def _embedding(low: Lowering, node: Node) -> Expr:
     return _gathered(low, table, {0: place}, {1: len(shape) - 1}, shape)
 
 
-def _scatter(low: Lowering, node: Node) -> Expr:
+def put_by_line(low: Lowering, node: Node) -> Expr:
     """One write per line: the result is `source` where the coordinate is the index, `self` elsewhere."""
     target, dim, index, source = arguments(node)[:4]
     out = node.meta["val"]
@@ -187,13 +187,23 @@ def _from_lines(node: Node) -> bool:
 
 INDEXING: dict[str, Rule] = {
     "index.Tensor": _index, "_unsafe_index.Tensor": _index, "gather.default": _gather, "index_select.default": _index_select,
-    "embedding.default": _embedding, "scatter.value": _scatter, "scatter.src": _scatter,
+    "embedding.default": _embedding,
 }  # fmt: skip
 INDEXING_CHECKS: dict[str, Callable[[Node], bool]] = {
-    "scatter.value": one_write_a_line, "scatter.src": one_write_a_line,
     "index.Tensor": _by_integers, "_unsafe_index.Tensor": _by_integers,
     "gather.default": _from_lines, "index_select.default": _from_lines,
     "embedding.default": lambda n: n.meta["val"].numel() > 0 and not any(n.args[3:]),
 }  # fmt: skip
 
-__all__ = ["INDEX", "INDEXING", "INDEXING_CHECKS", "arguments", "indexed", "one_number_by_mask", "place", "put_by_mask"]
+__all__ = [
+    "INDEX",
+    "INDEXING",
+    "INDEXING_CHECKS",
+    "arguments",
+    "indexed",
+    "one_number_by_mask",
+    "one_write_a_line",
+    "place",
+    "put_by_line",
+    "put_by_mask",
+]

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .cluster import Cluster, Load, Random, Reduce, Scan
+from .crossing import crossing
 from .layout import Layout
 from .ops import OPS
 from .size import product
@@ -46,7 +47,7 @@ def peel(cluster: Cluster) -> Peel | None:
     parallel, columns = len(cluster.parallel), product(cluster.reduce)
     if not cluster.reduce or cluster.segments or cluster.varies:
         return None
-    if any(s.index for s in cluster.stores) or not _combined_by_parts(cluster):
+    if any(s.index for s in cluster.stores) or crossing(cluster) > 1 or not _combined_by_parts(cluster):
         return None
     accesses = {(n.buffer, n.layout, n.dtype.itemsize): None for n in cluster.order if isinstance(n, Load) and not n.index and not n.mask}
     accesses |= {(s.buffer, s.layout, s.dtype.itemsize): None for s in cluster.stores if not s.mode}

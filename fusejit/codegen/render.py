@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from ..errors import Unsupported
 from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Reduce, Scan, Segment, Store, children
 from .ends import PeeledTape
 from .hinted import hinted, hinted_buffers, symbolic
@@ -50,12 +49,12 @@ def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numeri
     arguments = tuple(dict.fromkeys((*loaded, *writes)))
     writer = Writer(cluster, tiles, buffers, names, numerics)
     extents = tuple(writer.extent(v) if v in writer.groups else 1 for v in "xyr") if symbolic(cluster) else ()
-    return finish(cluster, tiles, writer.write(), buffers, arguments, writer.grid(), numerics, writer.asserts, extents)
+    return finish(cluster, tiles, writer.write(), buffers, arguments, writer.grid(), numerics, extents)
 
 
 def finish(
     step: Cluster | Foreach, tiles: Schedule, fields: dict[str, Any], buffers: dict[str, Buffer], arguments: tuple[str, ...],
-    grid: tuple[int, int, int], numerics: str, asserts: bool, extents: tuple[AnySize, ...] = (),
+    grid: tuple[int, int, int], numerics: str, extents: tuple[AnySize, ...] = (),
 ) -> Kernel:  # fmt: skip
     """Fill the template, and name the kernel after its text."""
     sizes = tuple(name for name in (scope_names() if extents else ()) if re.search(rf"\b{name}\b", repr(fields)))
@@ -70,7 +69,7 @@ def finish(
     name = f"{_kernel_name(order, tiles)}_{hashlib.sha256(repr((body, tiles, pointers)).encode()).hexdigest()[:8]}"
     return Kernel(
         name=name, template=tiles.template, source=body.replace("NAME", name, 1), params=pointers,
-        constants=tiles.blocks, grid=grid, num_warps=tiles.num_warps, num_stages=tiles.num_stages, debug=asserts,
+        constants=tiles.blocks, grid=grid, num_warps=tiles.num_warps, num_stages=tiles.num_stages, debug="fj.check_" in body,
         fp_fusion=numerics == "fast", arguments=arguments, ops=step.lines, bytes_read=sum(reads_of(model, now).values()),
         bytes_written=bytes_written(model, now), cluster=step, schedule=tiles, sizes=sizes, extents=extents,
     )  # fmt: skip
@@ -142,7 +141,6 @@ class Writer:
         self.exact = numerics == "eager"
         self.split = len(cluster.parallel)
         self.peel = peel(cluster) if tiles.peel else None
-        self.asserts = False
         self.levels, self.full = cluster.levels, cluster.full
         self.kept: dict[Load, str] = {n: f"row{i}" for i, n in enumerate(kept(cluster))} if tiles.keep else {}
         self.online: dict[Expr, Shifted] = {}
@@ -202,10 +200,7 @@ class Writer:
             return (self.cluster.programs, 1, 1)
         sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
         count = lambda v: -(-hint(sizes[v]) // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # noqa: E731
-        y = count("y") if "y" in sizes else 1
-        if "y" in sizes and sizes["y"] > 65535 * self.tiles["YBLOCK"]:
-            raise Unsupported("a 2-D tile", f"{y} tiles along the second grid axis, 65535 at most")
-        return (count("x"), y, 1)
+        return (count("x") * count("y"), 1, 1)
 
     @property
     def backwards(self) -> str:
@@ -344,6 +339,7 @@ class Writer:
             "wide": wide,
             "axes": [],
             "columns": [],
+            "across": f"(({self.extent('x')} + XBLOCK - 1) // XBLOCK)",
         }
         for variable in self.groups:
             fields["columns" if variable == "r" else "axes"] += self.coordinates(variable)

@@ -58,7 +58,7 @@ def render_foreach(group: Foreach, buffers: dict[str, Buffer], numerics: str = "
         "chunk": group.chunk,
     }
     tiles = replace(tiles, template="foreach_reduction") if group.chunk else tiles
-    return finish(group, tiles, fields, buffers, tuple(parameters), (first, 1, 1), numerics, False)
+    return finish(group, tiles, fields, buffers, tuple(parameters), (first, 1, 1), numerics)
 
 
 def tile(group: Foreach, device: Device) -> Schedule:

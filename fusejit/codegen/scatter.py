@@ -1,14 +1,15 @@
-"""Lowering rules of results that several elements are added to, at places that data gives: stores with computed coordinates.
+"""Lowering rules of writes at places that data gives: stores with computed coordinates, that replace an element or are added to it.
 
-In: a node like scatter_add or index_put(accumulate=True). Out: its value, in a buffer that one kernel begins and another one adds to.
+In: a node like scatter_add, index_put or index_copy. Out: its value, in a buffer that one kernel begins and another one changes.
 
     index_add(x (4,6), 0, i (9,), y (9,6))   ->   store b1 = x,   then   atomic_add b2, the memory of b1, at  6 * checked(load i) + column
+    cache.index_copy_(1, i, y)               ->   store b1, the memory of cache, at ...: an input that only this op reads is changed at once
 
 Half types are added up in float32 and rounded once: more accurate than eager's index_add, which rounds after each addition, and as its
 embedding and index_put. 8- and 16-bit integers are added up in 32 bits and wrap.
 
-Additions of floats come in any order, so that equal calls may differ in the last bits. Under torch.use_deterministic_algorithms(True) they
-are torch's calls, as `refused` says; integers stay.
+Additions of floats come in any order, so that equal calls may differ in the last bits; of several elements put in one place, as in eager,
+any may be the one that stays. Under torch.use_deterministic_algorithms(True) both are torch's calls, as `refused` says; integer sums stay.
 """
 
 # fx types the arguments of a node as one wide union; here an op's schema says which member each one is
@@ -25,9 +26,10 @@ from torch.fx import Node
 
 from .cluster import Cluster, Expr, Load, Store, cast, compute, const, view
 from .decompose import short
-from .indexing import INDEX, arguments, indexed, one_number_by_mask, put_by_mask
+from .indexing import INDEX, arguments, indexed, one_number_by_mask, one_write_a_line, put_by_line, put_by_mask
 from .layout import Affine, strided
 from .lower import Lowering, Rule
+from .realize import base
 from .size import hint, product
 
 SUMS = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.int8: torch.int32, torch.uint8: torch.int32,
@@ -38,45 +40,59 @@ FEW = 2
 
 
 def scattered(
-    low: Lowering, node: Node, base: Expr, places: dict[int, Expr], kept: dict[int, int], value: Expr, shape: tuple[int, ...],
-    check: str = "checked_place",
+    low: Lowering, node: Node, start: Expr, places: dict[int, Expr], kept: dict[int, int], value: Expr, shape: tuple[int, ...],
+    check: str = "checked_place", mode: str = "atomic_add",
 ) -> Expr:  # fmt: skip
-    """Return `base`, of the node's shape, with `value` over `shape` added: dimension d at `places[d]`, or along axis kept[d].
+    """Return `start`, of the node's shape, with `value` over `shape` added or put: dimension d at `places[d]`, or along axis kept[d].
 
-    `check`: "checked_index" lets negative places count from the end, "checked_place" refuses them.
+    `check`: "checked_index" lets negative places count from the end, "checked_place" refuses them. `mode`: as of `Store`.
     """
     out = node.meta["val"]
     if not product(shape):
-        return base
-    inner = SUMS.get(out.dtype, out.dtype)
-    onto = _begun(low, node, base, inner)
+        return start
+    inner = SUMS.get(out.dtype, out.dtype) if mode else out.dtype
+    onto = _begun(low, node, start, inner)
     made = replace(low.buffers[onto], name=f"b{len(low.buffers)}", written_to=low.buffers[onto].written_to or onto)
     low.buffers[made.name] = made
-    low.reasons[made.name] = "several elements are added to one"
+    low.reasons[made.name] = "written at places that data gives"
     steps = [0] * len(shape)
     for d, axis in kept.items():
         steps[axis] += made.strides[d]
     index = tuple(
         (compute(check, cast(e, INDEX), const(out.shape[d], INDEX), dtype=INDEX), made.strides[d]) for d, e in places.items()
     )  # fmt: skip
-    store = Store(made.name, strided(shape, steps), cast(value, inner), inner, "atomic_add", index, onto)
+    store = Store(made.name, strided(shape, steps), cast(value, inner), inner, mode, index, onto)
     low.steps.append(Cluster.build(shape, (), [store], low.lines(node)))
     if inner is out.dtype:
         low.owned.add(node)
     return cast(low.whole(made), out.dtype)
 
 
-def _begun(low: Lowering, node: Node, base: Expr, dtype: torch.dtype) -> str:
-    """Return the buffer that is added to: the sums of an earlier op that nobody else reads, or a new one."""
+def _begun(low: Lowering, node: Node, start: Expr, dtype: torch.dtype) -> str:
+    """Return the buffer that is changed: an input, or what an earlier op of the kind made, that nobody else reads; or a new one."""
     target, out = node.args[0], node.meta["val"]
-    again = isinstance(base, Load) and base is low.values.get(target) and len(target.users) == 1 and target.op == "call_function"
-    if again and short(target.target) in SCATTERS and low.buffers[base.buffer].written_to:
-        return base.buffer
+    if dtype is out.dtype and _changes_input(low, node):
+        return target.name
+    again = isinstance(start, Load) and start is low.values.get(target) and len(target.users) == 1 and target.op == "call_function"
+    if again and short(target.target) in SCATTERS and low.buffers[start.buffer].written_to:
+        return start.buffer
     begun = low.buffer(out.shape, out.stride(), dtype, out.device)
-    low.reasons[begun.name] = "what is added to"
-    value = Store(begun.name, begun.layout, cast(base, dtype), dtype)
+    low.reasons[begun.name] = "the elements that data gives no new value"
+    value = Store(begun.name, begun.layout, cast(start, dtype), dtype)
     low.steps.append(Cluster.build(begun.shape, (), [value], low.lines(node)))
     return begun.name
+
+
+def _changes_input(low: Lowering, node: Node) -> bool:
+    """Whether a node is the new value of an input that nothing else reads, and no result itself: the input may change before the end."""
+    target = node.args[0]
+    if target.op != "placeholder" or sum(n is target for n in torch.utils._pytree.tree_leaves((node.args, node.kwargs))) > 1:
+        return False
+    others = [n for n in target.users if n is not node]
+    changed = len(others) == 1 and short(others[0].target) == "copy_.default" and others[0].args[:2] == (target, node)
+    results = {base(n) for n in node.graph.output_node().all_input_nodes}
+    own = low.buffers[target.name]
+    return changed and node not in results and not any(s == 0 and n != 1 for n, s in zip(own.shape, own.strides, strict=True))
 
 
 def _scatter_add(low: Lowering, node: Node) -> Expr:
@@ -87,6 +103,28 @@ def _scatter_add(low: Lowering, node: Node) -> Expr:
     (value,) = view([low.values[source]], Affine(shape, tuple((0, ((d, 1),)) for d in range(len(shape)))))
     kept = {d: d for d in range(len(shape)) if d != dim}
     return scattered(low, node, low.values[target], {dim: low.values[index]}, kept, value, shape)
+
+
+def _scatter(low: Lowering, node: Node) -> Expr:
+    """As scatter_add, in place of what was there; one number for all is a source too."""
+    if one_write_a_line(node):
+        return put_by_line(low, node)
+    target, dim, index, source = arguments(node)[:4]
+    shape, dtype = tuple(index.meta["val"].shape), node.meta["val"].dtype
+    dim %= len(shape)
+    whole = low.values[source] if isinstance(source, Node) else const(source, dtype)
+    (value,) = view([whole], Affine(shape, tuple((0, ((d, 1),)) for d in range(len(shape)))))
+    kept = {d: d for d in range(len(shape)) if d != dim}
+    return scattered(low, node, low.values[target], {dim: low.values[index]}, kept, value, shape, mode="")
+
+
+def _index_copy(low: Lowering, node: Node) -> Expr:
+    target, dim, index, source = arguments(node)[:4]
+    shape = tuple(source.meta["val"].shape)
+    dim %= len(shape)
+    (place,) = view([low.expr(index, (shape[dim],))], Affine(shape, ((0, ((dim, 1),)),)))
+    kept = {d: d for d in range(len(shape)) if d != dim}
+    return scattered(low, node, low.values[target], {dim: place}, kept, low.values[source], shape, mode="")
 
 
 def _index_add(low: Lowering, node: Node) -> Expr:
@@ -103,10 +141,11 @@ def _index_add(low: Lowering, node: Node) -> Expr:
 
 def _index_put(low: Lowering, node: Node) -> Expr:
     target, indices, value = arguments(node)[:3]
-    if not _accumulates(node):
+    if one_number_by_mask(node):
         return put_by_mask(low, node)
     shape, places, kept = indexed(low, tuple(target.meta["val"].shape), list(indices))
-    return scattered(low, node, low.values[target], places, kept, low.expr(value, shape), shape, "checked_index")
+    mode = "atomic_add" if _adds(node) else ""
+    return scattered(low, node, low.values[target], places, kept, low.expr(value, shape), shape, "checked_index", mode)
 
 
 def _embedding_backward(low: Lowering, node: Node) -> Expr:
@@ -122,8 +161,10 @@ def _embedding_backward(low: Lowering, node: Node) -> Expr:
 
 
 # -- which calls ---------------------------------------------------------------------------------------------------------------------------
-def _accumulates(node: Node) -> bool:
-    return bool(node.kwargs.get("accumulate") or (len(node.args) > 3 and node.args[3]))
+def _adds(node: Node) -> bool:
+    if short(node.target).startswith(("index_put", "_unsafe_index_put")):
+        return bool(node.kwargs.get("accumulate") or (len(node.args) > 3 and node.args[3]))
+    return not short(node.target).startswith(("scatter.", "index_copy"))
 
 
 def _updates(node: Node) -> Any:
@@ -135,23 +176,27 @@ def _updates(node: Node) -> Any:
 
 
 def refused(node: Node) -> str:
-    """Return why torch is called instead, "" where a kernel adds."""
-    out, name = node.meta["val"], short(node.target)
-    if name.startswith("index_put") and not _accumulates(node):
-        return "" if one_number_by_mask(node) else "elements are put at places that data gives"
-    if name.startswith("index_put") and not all(i is None or i.meta["val"].dtype in (torch.int64, torch.int32) for i in arguments(node)[1]):
-        return "how many elements a mask selects is known only when it runs"
-    if out.dtype not in ADDED:
-        return f"no GPU adds {str(out.dtype).removeprefix('torch.')} to memory"
-    if name.startswith("embedding") and arguments(node)[4]:
-        return "gradients are scaled by how often an index occurs"
-    if name.startswith("scatter_reduce") and (
-        arguments(node)[4] != "sum" or not (list(node.args[5:]) or [node.kwargs.get("include_self", True)])[0]
-    ):
-        return f"no sum: {arguments(node)[4]}"
+    """Return why torch is called instead, "" where a kernel writes."""
+    out, name, adds = node.meta["val"], short(node.target), _adds(node)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    put = "index_put" in name
+    if put and one_number_by_mask(node) or name.startswith("scatter.") and one_write_a_line(node):
+        return ""
     if out.dim() == 0 or not out.numel():
         return "a result without dimensions, or without elements"
-    if out.dtype.is_floating_point and torch.are_deterministic_algorithms_enabled():
+    if put and not all(i is None or i.meta["val"].dtype in (torch.int64, torch.int32) for i in arguments(node)[1]):
+        return "how many elements a mask selects is known only when it runs"
+    if name.startswith("scatter.") and (len(node.args) > 4 or node.kwargs):
+        return "a scatter with another reduction than a sum"
+    if name.startswith("scatter_reduce") and (arguments(node)[4] != "sum" or not _includes_itself(node)):
+        return f"no sum: {arguments(node)[4]}"
+    if name.startswith("embedding") and arguments(node)[4]:
+        return "gradients are scaled by how often an index occurs"
+    if not adds:
+        return "torch.use_deterministic_algorithms is on, and a kernel puts elements in any order" if deterministic else ""
+    if out.dtype not in ADDED:
+        return f"no GPU adds {str(out.dtype).removeprefix('torch.')} to memory"
+    if out.dtype.is_floating_point and deterministic:
         return "torch.use_deterministic_algorithms is on, and a kernel adds in any order"
     if out.dtype in SUMS and hint(product(out.shape)) > FEW * hint(product(_updates(node).shape)):
         size = "x".join(str(hint(n)) for n in out.shape)
@@ -159,8 +204,13 @@ def refused(node: Node) -> str:
     return ""
 
 
+def _includes_itself(node: Node) -> bool:
+    return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("include_self", True))
+
+
 SCATTERS: dict[str, Rule] = {
     "scatter_add.default": _scatter_add, "scatter_reduce.two": _scatter_add, "index_add.default": _index_add,
+    "scatter.src": _scatter, "scatter.value": _scatter, "index_copy.default": _index_copy,
     "index_put.default": _index_put, "_unsafe_index_put.default": _index_put, "embedding_dense_backward.default": _embedding_backward,
 }  # fmt: skip
 SCATTER_CHECKS: dict[str, Callable[[Node], bool]] = {name: lambda node: not refused(node) for name in SCATTERS}

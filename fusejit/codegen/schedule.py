@@ -13,6 +13,7 @@ from typing import Any
 
 from .cluster import Cluster, Iota, Load, Random, Scan, Segment
 from .cost import Device, Schedule, choose, full, machine
+from .crossing import MAX_ROW, at_least, crossing, fast_axis, power_of_two, second_axis, tiles_2d
 from .hinted import hinted
 from .keep import kept_values
 from .layout import permute
@@ -23,7 +24,6 @@ from .scans import scans
 from .size import product
 
 STAGED = 65536  # bytes of shared memory for the stages of a loop
-MAX_ROW = 32768  # a longer row spills: it is looped over
 LONG_LOOP = 1024  # what a loop whose length varies is tiled for, at least
 WARP_VALUES = 32 * 4  # a tile that gives each lane of a warp 16 bytes of float32
 WALKED, WALKED_BYTES = 4096, 32768  # columns of a tile, and bytes of a row that a mixed reduction reads twice; longer ones spill
@@ -111,10 +111,6 @@ def _accesses(cluster: Cluster) -> list[tuple[Any, int, int]]:
     return found
 
 
-def fast_axis(strides: Any, axes: tuple[int, ...]) -> int | None:
-    return next((a for a, s in enumerate(strides or ()) if s == 1 and axes[a] > 1), None)
-
-
 # -- which template --------------------------------------------------------------------------------------------------------------------
 def _pointwise(cluster: Cluster) -> bool:
     return not cluster.reduce
@@ -123,22 +119,6 @@ def _pointwise(cluster: Cluster) -> bool:
 def _two_fast_axes(cluster: Cluster) -> bool:
     """Two operands of some size run fastest along different axes, both long enough for a tile."""
     return not cluster.reduce and second_axis(cluster) is not None
-
-
-def second_axis(cluster: Cluster) -> int | None:
-    """Return the axis, other than the innermost, along which an operand of the whole size has stride 1."""
-    axes = cluster.axes
-    last, total = len(axes) - 1, product(axes)
-    if last < 1 or axes[last] < 16:
-        return None
-    operands: list[Any] = [n.layout.strides for n in cluster.order if isinstance(n, Load) and not n.index]
-    operands += [s.layout.strides for s in cluster.stores]
-    for strides in operands:
-        axis = fast_axis(strides, axes)
-        whole = strides is not None and product(n for n, s in zip(axes, strides, strict=True) if s != 0) == total
-        if whole and axis not in (None, last) and axes[axis] >= 16 and strides[last] not in (0, 1):
-            return axis
-    return None
 
 
 def column_reduction(cluster: Cluster) -> bool:
@@ -161,8 +141,22 @@ def _persistent(cluster: Cluster) -> bool:
         return False
     columns = product(cluster.reduce)
     if column_reduction(cluster):
-        return columns <= 64
+        return columns <= 64 or kept_upright(cluster)
     return in_registers(cluster)
+
+
+def kept_upright(cluster: Cluster) -> bool:
+    """Whether the columns of a column reduction are read more than once, and a sector of each row of them fits in registers."""
+    if scans(cluster) or cluster.segments:
+        return False
+    along = any(cluster.levels[s.value] and cluster.full[s.value] for s in cluster.stores)
+    tile = power_of_two(product(cluster.reduce)) * least_columns(cluster) * max(1, cluster.held)
+    return (along or max(cluster.levels.values()) > 1) and tile <= MAX_ROW // 2
+
+
+def least_columns(cluster: Cluster) -> int:
+    """Return how many columns of a column reduction a program reads at least."""
+    return at_least(min((n.dtype.itemsize for n in full(cluster)), default=4), cluster, MAX_ROW // 2)
 
 
 def in_registers(cluster: Cluster) -> bool:
@@ -179,6 +173,7 @@ def row_tile(cluster: Cluster) -> int:
 def _fits(cluster: Cluster) -> bool:
     columns = row_tile(cluster)
     held = max(2 if scans(cluster) else 1, cluster.held)  # a scan keeps its row besides what it makes of it; in a loop it reads it once too
+    columns *= crossing(cluster)
     return columns * held <= MAX_ROW and columns * _loaded(cluster) <= 1.5 * MAX_ROW
 
 
@@ -191,7 +186,13 @@ def _loaded(cluster: Cluster) -> float:
 
 def fits_kept(cluster: Cluster, values: int) -> bool:
     """Whether a row fits in registers as it was loaded, beside its column sums; random numbers are drawn as the tile is read first."""
-    if cluster.segments or cluster.varies or peel(cluster) or any(isinstance(n, (Random, Scan)) for n in cluster.order):
+    if (
+        cluster.segments
+        or cluster.varies
+        or peel(cluster)
+        or crossing(cluster) > 1
+        or any(isinstance(n, (Random, Scan)) for n in cluster.order)
+    ):
         return False
     split = len(cluster.parallel)
     if sum(not s.reduces and any((s.layout.strides or ())[split:]) for s in cluster.stores) > 1:
@@ -203,10 +204,6 @@ def fits_kept(cluster: Cluster, values: int) -> bool:
 
 
 # -- tiles -----------------------------------------------------------------------------------------------------------------------------
-def power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 def _tile_pointwise(cluster: Cluster, device: Device) -> list[Schedule]:
     size = product(cluster.axes)
     buffers = len(cluster.reads) + len(cluster.writes)
@@ -214,10 +211,6 @@ def _tile_pointwise(cluster: Cluster, device: Device) -> list[Schedule]:
     block = 1024 if size >= full * 1024 and buffers <= 8 else 512 if size >= full * 512 else 256
     block = min(block, power_of_two(size))
     return [Schedule("pointwise", (("XBLOCK", block),), max(1, block // 256))]
-
-
-def _tile_pointwise_2d(cluster: Cluster, device: Device) -> list[Schedule]:
-    return [Schedule("pointwise_2d", (("YBLOCK", 32), ("XBLOCK", 64)), 4)]
 
 
 def _group(found: Peel | None) -> int:
@@ -228,12 +221,16 @@ def _tile_persistent(cluster: Cluster, device: Device) -> list[Schedule]:
     rows, columns = product(cluster.parallel), row_tile(cluster)
     if column_reduction(cluster):
         columns = columns if cluster.segments else power_of_two(product(cluster.reduce))
+        if columns > 64:
+            return [_tile_upright(cluster, columns, rows, device)]
         across = _columns_a_program(min(max(8, min(64, 4096 // columns)), power_of_two(rows)), rows, device)
         warps = min(16, max(1, across * columns * min(4, max(1, len(full(cluster)))) // 1024))
         return [Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), power_of_two(warps))]
     found, group = [], _group(peel(cluster))
     if not _fits(cluster):
         return [Schedule("reduction_persistent", (("XBLOCK", 1), ("RBLOCK", columns)), 16, keep=True)]
+    if (least := crossing(cluster)) > 1:
+        return _tiles_crossed(columns, least, MAX_ROW // max(1, cluster.held))
     for across in (1 << n for n in range(7)):
         small = across * columns <= WARP_VALUES  # less would leave lanes of the one warp without a value
         if across > 1 and (across * columns > 4096 or across > power_of_two(rows) or (rows // across < 2 * device.sms and not small)):
@@ -242,6 +239,25 @@ def _tile_persistent(cluster: Cluster, device: Device) -> list[Schedule]:
             each = across * columns // (32 * warps)
             if 4 <= each <= 32 or (warps == 1 and each < 4) or (warps == 16 and each > 32):
                 found.append(Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), warps, peel=group))
+    return found
+
+
+def _tile_upright(cluster: Cluster, columns: int, rows: int, device: Device) -> Schedule:
+    least = least_columns(cluster)
+    room = max(1, MAX_ROW // 2 // (columns * max(1, cluster.held)))
+    most = min(64, power_of_two(rows), max(least, 1 << room.bit_length() - 1))
+    across = _columns_a_program(most, rows, device)
+    return Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), max(1, min(16, across * columns // 1024)))
+
+
+def _tiles_crossed(columns: int, least: int, values: int) -> list[Schedule]:
+    """Return tiles of several whole rows, read along the columns and along the rows."""
+    found = []
+    for across in (least, 2 * least, 4 * least):
+        if across > least and across * columns > values // 2:
+            break
+        warps = [w for w in (1, 2, 4, 8, 16) if 8 <= across * columns // (32 * w) <= 32] or [16 if across * columns > 1024 else 1]
+        found += [Schedule("reduction_persistent", (("XBLOCK", across), ("RBLOCK", columns)), w) for w in warps]
     return found
 
 
@@ -254,7 +270,7 @@ def _columns_a_program(most: int, rows: int, device: Device) -> int:
 
 def _tile_mixed(cluster: Cluster, device: Device) -> list[Schedule]:
     columns, rows, group = power_of_two(tile_columns(cluster)), product(cluster.parallel), _group(peel(cluster))
-    across = max(1, min(512 // columns, power_of_two(-(-rows // cluster.programs)))) if not group else 1
+    across = max(crossing(cluster), min(512 // columns, power_of_two(-(-rows // cluster.programs)))) if not group else 1
     warps = min(8 if group else 16, max(1, across * columns // 256))  # the ends of a row take registers of their own
     if fits_mixed(cluster, device.mixed_values):
         blocks = (("XBLOCK", across), ("RBLOCK", columns))
@@ -266,7 +282,7 @@ def _tile_mixed(cluster: Cluster, device: Device) -> list[Schedule]:
 
 def fits_mixed(cluster: Cluster, values: int) -> bool:
     """Whether a program of a mixed reduction keeps its row in registers, besides the column sums."""
-    return power_of_two(tile_columns(cluster)) * (column_sums(cluster) + cluster.held) <= values
+    return power_of_two(tile_columns(cluster)) * crossing(cluster) * (column_sums(cluster) + cluster.held) <= values
 
 
 def even_rows(cluster: Cluster) -> bool:
@@ -288,6 +304,8 @@ def refused_walk(cluster: Cluster, values: int) -> str:
     columns, sums = product(cluster.reduce), column_sums(cluster)
     if fits_mixed(cluster, values) or fits_kept(cluster, values):
         return ""
+    if crossing(cluster) > 1:
+        return f"an operand crosses rows of {columns}: of {crossing(cluster)} of them and their column sums no program keeps a tile"
     if power_of_two(columns) * sums > values:
         return f"{sums} column sums of rows of {columns} do not fit in the registers of a program"
     if columns * max(n.dtype.itemsize for n in full(cluster)) > WALKED_BYTES:
@@ -304,7 +322,7 @@ def column_sums(cluster: Cluster) -> int:
 def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
     rows, columns = product(cluster.parallel), power_of_two(product(cluster.reduce))
     moved = sum(n.dtype.itemsize for n in full(cluster))
-    if column_reduction(cluster):
+    if column_reduction(cluster) or crossing(cluster) > 1:
         across = min(columns_at_once(cluster), power_of_two(rows))
         least = max(8, 32 // max((n.dtype.itemsize for n in full(cluster)), default=4))
         while across > least and rows // across < device.sms:
@@ -331,7 +349,7 @@ def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
 # The first row that applies wins; render_foreach.py has its own tiles.
 TEMPLATES = (
     Template("reduction_mixed", lambda cluster: cluster.programs > 0, _tile_mixed),
-    Template("pointwise_2d", _two_fast_axes, _tile_pointwise_2d),
+    Template("pointwise_2d", _two_fast_axes, tiles_2d),
     Template("pointwise", _pointwise, _tile_pointwise),
     Template("reduction_persistent", _persistent, _tile_persistent),
     Template("reduction_looped", lambda cluster: True, _tile_looped),

@@ -98,10 +98,8 @@ class Tape:
         name = self.names[node] = self.fresh()
         lines.append(f"{name} = {value}")
         if isinstance(node, Compute) and node.op == "checked_probability":
-            self.writer.asserts = True
             lines.append(f"fj.check_probability({name}, {self.writer.mask([], columns=self.writer.full[node]) or 'None'})")
         if isinstance(node, Compute) and node.op in ("checked_index", "checked_place"):
-            self.writer.asserts = True
             mask = self.writer.mask([], columns=self.writer.full[node]) or "None"
             lines.append(f"fj.check_index({name}, {self.text(node.args[1])}, {mask})")
             if not self.writer.wide:  # in bounds, so 32 bits hold it: half the registers of a long row of indices

@@ -79,7 +79,7 @@ class SizedLauncher:
 
     def grid(self, extents: tuple[int, int, int], bucket: int) -> tuple[int, int, int]:
         blocks = self.tiles[bucket][1]
-        return (-(-extents[0] // blocks["XBLOCK"]), -(-extents[1] // blocks.get("YBLOCK", 1)), 1)
+        return (-(-extents[0] // blocks["XBLOCK"]) * -(-extents[1] // blocks.get("YBLOCK", 1)), 1, 1)
 
     def spec(self, bucket: int, even: tuple[bool, ...]) -> KernelSpec:
         found = self.compiled.get((bucket, even))
