@@ -21,6 +21,8 @@ ATEN = torch.ops.aten
 LITERALS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 SPECIAL = frozenset((ATEN.lift_fresh.default, ATEN.lift_fresh_copy.default, ATEN.lift.default, ATEN.is_nonzero.default))
 """Ops that hold or ask for the values of a constant."""
+NORM = ATEN.linalg_vector_norm.default
+"""Torch 2.11's fake tensors forget to drop a dim of size 1 of a norm that is counted from the end."""
 NAMES: dict[Any, str] = {}
 """By op: what its nodes are called, "" if the op goes torch's way."""
 
@@ -57,6 +59,8 @@ def recording(mode: Any, symbolic: bool) -> Callable[[Any, tuple, dict[str, Any]
         raise NotPlain
 
     def record(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func is NORM and len(args) > 2 and args[2]:
+            args = (*args[:2], [d % args[0].dim() for d in args[2]], *args[3:])
         name = NAMES.get(func)
         if name is None:
             name = NAMES[func] = name_of(func, graph)
