@@ -1,4 +1,7 @@
-"""Shared by the tests of the front: a jitted function against eager, on the eager backend and on a stand-in for the compiler."""
+"""Shared by the tests of the front: a jitted function against eager, on the eager backend and on a stand-in for the compiler.
+
+Also functions with control flow on tensors, which several files try.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from fusejit import jit
+from fusejit import jit, select
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -52,3 +55,59 @@ def check(fn: Callable, args: Any, backend: str) -> Any:
     jitted = jit(fn, backend=backend)
     compare(fn, jitted, args)
     return jitted.specialisation(*prepare(args)[1])
+
+
+# Functions with control flow on tensors, which several files try.
+
+
+def if_net(x, y):
+    out = 0
+    for _ in range(100):
+        if x < y:
+            x = x - y
+        else:
+            x = x + y
+        out = out + x
+    return out
+
+
+def select_net(x, y):
+    out = x
+    for _ in range(100):
+        cond = x < y
+        x = select(cond, x - y, x + y)
+        out = out + x
+    return out
+
+
+def roots(x):
+    if x.min() > 0:
+        return torch.sqrt(x) * torch.log(x)
+    return x**2
+
+
+def infinite(x):
+    y = x * 2
+    if x.max() < 1:
+        y = torch.exp(x) * y
+    elif x.max() > 50:
+        y = x * 0
+    return y
+
+
+def no_round(x):
+    z = x * 2
+    y = z
+    while y.sum() < 1:
+        y = y + 1
+    y += 1
+    return y + z
+
+
+def two_names(x):
+    z = x * 2
+    y = z
+    while y.sum() < 5:
+        y += 1
+        x = x + z
+    return x + y

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from front import if_net, select_net
 from torch import nn
 from torch.testing import assert_close
 
@@ -133,25 +134,6 @@ def test_case_14_in_every_mode(call):
     zero = torch.zeros(3)
     assert not call(half, fullgraph=True)(zero).isfinite().any()
     assert call(half, fullgraph=True, fast_math=True)(zero).tolist() == [1, 1, 1]
-
-
-def if_net(x, y):
-    out = 0
-    for _ in range(100):
-        if x < y:
-            x = x - y
-        else:
-            x = x + y
-        out = out + x
-    return out
-
-
-def select_net(x, y):
-    out = x
-    for _ in range(100):
-        x = fusejit.select(x < y, x - y, x + y)
-        out = out + x
-    return out
 
 
 @pytest.mark.parametrize("mode", ("trace", "bytecode"))

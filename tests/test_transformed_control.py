@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from front import infinite, no_round, roots, two_names
 from torch.testing import assert_close
 
 import fusejit
@@ -17,21 +18,6 @@ D = torch.float64
 @pytest.fixture(params=["eager", "interpret"])
 def backend(request: Any) -> str:
     return request.param
-
-
-def roots(x):
-    if x.min() > 0:
-        return torch.sqrt(x) * torch.log(x)
-    return x**2
-
-
-def infinite(x):
-    y = x * 2
-    if x.max() < 1:
-        y = torch.exp(x) * y
-    elif x.max() > 50:
-        y = x * 0
-    return y
 
 
 def two_maps(x):
@@ -199,6 +185,24 @@ def test_gradients_from_outside_of_a_while_under_vmap(fn, backend):
         assert_close(torch.autograd.grad(found.sum(), x, materialize_grads=True)[0], second)
 
 
+@pytest.mark.parametrize(("fn", "backend"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_while_in_forward_mode(fn, backend):
+    """Against plain Python under the same transforms, which need no graph there."""
+    start, tangent = STARTS[0], torch.tensor([1.0, -0.5, 2.0], dtype=D)
+    kinds = {"jvp": lambda x: torch.func.jvp(fn, (x,), (tangent,))}
+    if backend == "eager":
+        kinds["jacfwd"] = lambda x: torch.func.jacfwd(fn)(x)
+        kinds["jvp of grad"] = lambda x: torch.func.jvp(torch.func.grad(squared(fn)), (x,), (tangent,))
+    if fn in (grows, closed_over):
+        kinds["grad of jvp"] = lambda x: torch.func.grad(lambda x: torch.func.jvp(fn, (x,), (tangent,))[1].sum())(x)
+    for name, call in kinds.items():
+        found = jit(call, backend=backend, fullgraph=True)(start)
+        assert_close(found, call(start), msg=lambda text, name=name: f"{name}: {text}")
+    wanted = torch.stack([torch.func.jvp(fn, (row,), (tangent,))[1] for row in STARTS])
+    mapped = jit(lambda x: torch.vmap(lambda row: torch.func.jvp(fn, (row,), (tangent,))[1])(x), backend=backend, fullgraph=True)
+    assert_close(mapped(STARTS), wanted)
+
+
 def assigned_in_the_test(x):
     n = 0
     while (n := n + 1) < x.sum():
@@ -262,24 +266,6 @@ def chosen(x):
         y = z
     y += 1
     return y + z
-
-
-def no_round(x):
-    z = x * 2
-    y = z
-    while y.sum() < 1:
-        y = y + 1
-    y += 1
-    return y + z
-
-
-def two_names(x):
-    z = x * 2
-    y = z
-    while y.sum() < 5:
-        y += 1
-        x = x + z
-    return x + y
 
 
 @pytest.mark.parametrize("fn", [chosen, no_round, two_names], ids=lambda fn: fn.__name__)

@@ -140,6 +140,8 @@ class Tracing(TorchFunctionMode):
         self.token: Tensor | None = None
         self.picked = Picked()
         self.entries: dict[tuple[Any, int], str] = {}
+        self.echo: Callable[[list[Tensor]], None] | None = None  # told of the tensors that a call has changed in place
+        self.changed: list[Tensor] = []
 
     def follow(self, mode: Any) -> None:
         """Record through a proxy mode, from the present grad mode on."""
@@ -149,12 +151,21 @@ class Tracing(TorchFunctionMode):
             self.note_grad()
             if func not in MAKES_CONSTANT:  # a tensor that only a transform's own code has touched
                 args, kwargs = self.replace(args), self.replace(kwargs)
+            if self.echo is not None and getattr(getattr(func, "_schema", None), "is_mutable", False):
+                self.changed.append(args[0])
             return keep(func, args, kwargs)
 
         self.mode, self.grad = mode, torch.is_grad_enabled()
         follow_levels(mode, record)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = self.call(func, args, kwargs, sys._getframe(1))
+        if self.changed and self.echo is not None:
+            self.echo(self.changed)
+            self.changed.clear()
+        return made
+
+    def call(self, func: Any, args: Any, kwargs: Any, caller: Any) -> Any:
         import torch.fx.traceback as fx_traceback  # the module's attribute `current_meta` is replaced now and then
 
         if self.symbols is not None:
@@ -163,7 +174,6 @@ class Tracing(TorchFunctionMode):
             args = self.replace(args)
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
-        caller = sys._getframe(1)
         frame = user_frame(caller, self.stop)
         if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None) and not of_transform(caller):
             op, reason = REFUSED[func]

@@ -1,16 +1,19 @@
 """Aliases: a variable that an `if` made a new tensor, changed in place although it may stand for one that others see.
 
-In: a captured graph and the tensors that stand for others. Out: nothing, or `Unsupported` where the change would be lost.
+In: a captured graph and the tensors that stand for others. Out: nothing, or `Unsupported` where the change would be lost; the capture
+then runs once more with `Ties`, which repeat such a change where Python would have made it.
 
     y = x if x.sum() > 0 else z      # a select: new memory
-    y += 1                           # in Python it changes x or z; refused, because x is read again
+    y += 1                           # in Python it changes x or z: x = where(t, y, x), z = where(t, z, y)
     return x + y
+
+What came to be inside an arm or in a loop, and what is there under torch.func, stays refused where it is read again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +25,8 @@ from .numbers import node_of
 
 Tensor = torch.Tensor
 WHAT = "an in-place change of a variable that an `if` on a tensor chose"
+MOST = 64
+"""The most writes that one change in place may bring with it."""
 WAY_OUT = "write `y = y + 1` instead of `y += 1`, or `y = y.clone()` before it"
 
 
@@ -78,6 +83,85 @@ class Shared:
     since: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A tensor that an `if` made, and the one that it is, in Python, where the test turned out as `taken` says."""
+
+    made: Tensor
+    original: Tensor
+    test: Tensor
+    taken: bool
+    line: str
+
+    def holds(self) -> Tensor:
+        return self.test if self.taken else self.test.logical_not()
+
+
+class Ties:
+    """Repeats changes in place of one such tensor on the other, where both are one in Python.
+
+    y = x if t else z; y += 1        # then x = where(t, y, x), z = where(t, z, y)
+    """
+
+    def __init__(self) -> None:
+        self.ties: list[Tie] = []
+
+    def tie(self, made: Any, values: Sequence[Any], arms: Sequence[Arm], test: Tensor, line: str) -> None:
+        """Note what a merged value may be, if the arms hold it as it came from outside."""
+        kept = test.clone()  # it may itself be changed later
+        for place, (value, arm) in enumerate(zip(values, arms)):
+            for leaf, one in zip(leaves_of(made), leaves_of(value)):
+                if isinstance(leaf, Tensor) and isinstance(one, Tensor) and leaf is not one and arm.origins(one) == (one,):
+                    self.ties.append(Tie(leaf, one, kept, place == 0, line))
+
+    def near(self, memories: set[Any]) -> tuple[list[Tie], bool]:
+        """The ties that changes of some memory may go along, the nearest first, and whether each leads to a tensor of its own."""
+        found: list[Tie] = []
+        met, tree = set(memories), True
+        left = self.ties
+        while reached := next((t for t in left if memory_of(t.made) in met or memory_of(t.original) in met), None):
+            ends = {memory_of(reached.made), memory_of(reached.original)}
+            tree = tree and not ends <= met
+            met |= ends
+            found.append(reached)
+            left = [tie for tie in left if tie is not reached]
+        return found, tree
+
+    def follow(self, changed: Sequence[Tensor]) -> None:
+        """Bring what is tied to changed tensors up to date: each where it is one of them, by the tests of this run."""
+        reached: dict[Any, Tensor | None] = {memory_of(value): None for value in changed}
+        ties, tree = self.near(set(reached))
+        if any(memory_of(tie.made) in reached and memory_of(tie.original) in reached for tie in ties):
+            raise Unsupported(WHAT, WAY_OUT, ties[0].line)  # one call changes both
+        rounds = 1 if tree else len({memory_of(value) for tie in ties for value in (tie.made, tie.original)}) - 1
+        if rounds * len(ties) > MOST:
+            raise Unsupported(WHAT, WAY_OUT, ties[0].line)
+        for tie in ties * rounds:
+            for source, target in ((tie.made, tie.original), (tie.original, tie.made)):
+                come, gone = memory_of(source), memory_of(target)
+                if come not in reached or gone in reached and (tree or reached[gone] is None):
+                    continue
+                if source.requires_grad and not target.requires_grad:
+                    raise Unsupported(WHAT, WAY_OUT, tie.line)  # Python's tensor has no gradient
+                way, known = reached[come], reached.get(gone)
+                where = tie.holds() if way is None else tie.holds() & way
+                where = where if known is None else where & ~known
+                target.copy_(torch.where(where, source, target))
+                reached[gone] = where if known is None else known | where
+
+    def kept(self, shared: Sequence[Shared]) -> list[Shared]:
+        """The tensors that stand for others which no tie keeps up to date."""
+        left = []
+        for entry in shared:
+            near = {memory_of(entry.made)}
+            for _ in self.ties:
+                near |= {memory_of(tie.original) for tie in self.ties if memory_of(tie.made) in near}
+            others = tuple(value for value in entry.originals if memory_of(value) not in near)
+            if others:
+                left.append(replace(entry, originals=others))
+        return left
+
+
 def origins_in(arm: Arm, shared: Sequence[Shared]) -> Callable[[Tensor], Sequence[Tensor]]:
     """Return a function that finds the tensors from outside of an arm that one of it is, looks at, or stands for."""
 
@@ -119,11 +203,12 @@ def check_versions(shared: Sequence[Shared]) -> None:
             raise Unsupported(WHAT, WAY_OUT, entry.line)
 
 
-def check_aliases(graph: torch.fx.Graph, shared: Sequence[Shared], cut: Collection[torch.fx.Node] = ()) -> None:
+def check_aliases(graph: torch.fx.Graph, shared: Sequence[Shared], cut: Collection[torch.fx.Node] = (), result: Any = None) -> None:
     """Raise where a tensor stands for another, one of both is changed in place, and the other is read later, or lives outside.
 
     Args:
         cut: the nodes that are about to become a piece of their own, () for the whole graph, whose outside are its inputs.
+        result: what the whole function returns: its tensors are read at the end.
     """
     if not shared:
         return
@@ -131,9 +216,10 @@ def check_aliases(graph: torch.fx.Graph, shared: Sequence[Shared], cut: Collecti
     if not changed:
         return
     places = {node: place for place, node in enumerate(graph.nodes)}
+    returned = {roots.get(node_of(leaf)) for leaf in leaves_of(result) if hasattr(leaf, "fake_mode")}
 
     def read_after(root: Any, place: int) -> bool:
-        return any(places[user] > place for other, its in roots.items() if its is root for user in other.users)
+        return root in returned or any(places[user] > place for other, its in roots.items() if its is root for user in other.users)
 
     for entry in shared:
         node = node_of(entry.made)

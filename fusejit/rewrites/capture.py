@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from ..capture.symbols import Symbols
-from ..capture.trace import Captured, capture
-from .aliases import check_aliases, check_versions
+from ..capture.trace import Captured, capture, tracing
+from ..errors import Unsupported
+from .aliases import WHAT as CHANGED_IN_PLACE
+from .aliases import Ties, check_aliases, check_versions
 from .branches import Weaver
 from .calls import reason_for, rewritten
 from .control import Outcome, Session, explain_unbound, recording
@@ -30,9 +32,12 @@ def checked(function: Callable, session: Session) -> Callable:
     """Run a function and look at its graph before the capture ends."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        ties = session.ties
+        if ties is not None:
+            tracing().echo = ties.follow
         result = function(*args, **kwargs)
         if session.shared:
-            check_aliases(Weaver().graph, session.shared)
+            check_aliases(Weaver().graph, session.shared if ties is None else ties.kept(session.shared), result=result)
         return result
 
     run.__dict__.update(vars(function) if isinstance(function, types.FunctionType) else {})  # a segment stays one (see exclude.py)
@@ -54,6 +59,25 @@ def call_rewritten(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result
 
 
+def capture_in(
+    ties: Ties | None, fn: Callable, args: tuple, kwargs: dict[str, Any], name: str, watch: tuple, regions: Any, symbols: Symbols | None
+) -> tuple[Captured, Session]:
+    """One capture; with `ties`, changes in place of what an `if` chose are repeated on what it was chosen from."""
+
+    def rewrite(callable_: Any, module: Any = None) -> Any:
+        made = rewritten(callable_, asked=module is None or module is fn or getattr(fn, "__self__", None) is module)
+        return checked(made, session) if callable_ is fn else made
+
+    with recording(ties) as session:
+        try:
+            return capture(fn, args, kwargs, name, watch, rewrite, regions, symbols), session
+        except NameError as error:
+            explained = explain_unbound(error, session)
+            if explained is None:
+                raise
+            raise explained from error
+
+
 def capture_rewritten(
     fn: Callable, args: tuple, kwargs: dict[str, Any], name: str = "", watch: tuple = (), regions: Callable | None = None,
     symbols: Symbols | None = None,
@@ -64,18 +88,13 @@ def capture_rewritten(
         Unsupported: it cannot be captured; names the user's line, and the variable where an `if` cannot give it one value.
     """
 
-    def rewrite(callable_: Any, module: Any = None) -> Any:
-        made = rewritten(callable_, asked=module is None or module is fn or getattr(fn, "__self__", None) is module)
-        return checked(made, session) if callable_ is fn else made
-
-    with recording() as session:
-        try:
-            captured = capture(fn, args, kwargs, name, watch, rewrite, regions, symbols)
-        except NameError as error:
-            explained = explain_unbound(error, session)
-            if explained is None:
-                raise
-            raise explained from error
+    given = (fn, args, kwargs, name, watch, regions, symbols)
+    try:
+        captured, session = capture_in(None, *given)
+    except Unsupported as error:
+        if error.op != CHANGED_IN_PLACE:
+            raise
+        captured, session = capture_in(Ties(), *given)  # once more, with writes to all that a variable may be
     outcomes = list(session.outcomes.values())
     plain = reason_for(fn.forward if isinstance(fn, torch.nn.Module) else fn)
     if plain:

@@ -28,8 +28,8 @@ from ..capture import trace
 from ..capture.lines import raised_by_user
 from ..capture.ordered import CHECK, message_of
 from ..errors import Unsupported
-from .aliases import Shared, origins_in, refuse_other_names, stand_ins
-from .arms import Arm, NoSelect, bottom, depth, guarded, quietly, run_arm, write_back
+from .aliases import Shared, Ties, origins_in, refuse_other_names, stand_ins
+from .arms import Arm, NoSelect, bottom, depth, guarded, quietly, run_arm, running, write_back
 from .branches import Chain, Loop, Weaver, branch
 from .jumps import RETURNED, VALUE, is_flag
 from .merge import MISSING, Mismatch, Where, merge
@@ -65,6 +65,7 @@ class Session:
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     shared: list[Shared] = field(default_factory=list)
+    ties: Ties | None = None
 
     def share(self, made: Any, site: Site, values: tuple[Tensor, ...], weaver: Weaver | None) -> None:
         """Note a tensor that from here on stands for one of others: changing one of them in place would have to change the other."""
@@ -86,9 +87,9 @@ def session() -> Session:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Session]:
+def recording(ties: Ties | None = None) -> Iterator[Session]:
     """Collect what the control flow of one capture becomes."""
-    before, LOCAL.session = getattr(LOCAL, "session", None), Session()
+    before, LOCAL.session = getattr(LOCAL, "session", None), Session(ties=ties)
     try:
         yield LOCAL.session
     finally:
@@ -263,6 +264,8 @@ class Choice:
             made = found[name] = self.merge_variable(name, one, other, jumped, values, Side(pick, copies, self.entering))
             if name != VALUE:  # behind a `return` nothing is changed any more
                 self.shared += stand_ins(made, (one, other), [origins_in(arm, session().shared) for arm in arms])
+                if (ties := session().ties) is not None and not running() and not transformed():
+                    ties.tie(made, (one, other), arms, self.pred, self.site.line)
         return found
 
     def merge_variable(self, name: str, one: Any, other: Any, jumped: list[bool], values: list[dict[str, Any]], side: Side) -> Any:

@@ -44,6 +44,9 @@ class Like:
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
     def plain(self) -> Like:
         """The same in contiguous memory."""
         return replace(self, strides=torch.empty(self.shape, device="meta").stride())
@@ -250,7 +253,7 @@ def differentiate(ctx: Any, tangents: list[Tensor | None]) -> Any:
     wanted = list(needed) if isinstance(needed, (list, tuple)) else [bool(needed)] * len(inputs)
     wanted = [want and value.is_floating_point() for want, value in zip(wanted, inputs, strict=True)]
     pairs = zip(tangents, likes, strict=True)
-    filled = [torch.zeros(like.shape, dtype=like.dtype, device=like.device) if tangent is None else tangent for tangent, like in pairs]
+    filled = [like.zeros() if tangent is None else tangent for tangent, like in pairs]
     found = iter(torch.ops.fusejit.piece_backward(filled, inputs, wanted, ctx.key))
     return [next(found) if want else None for want in wanted], None
 
@@ -288,19 +291,34 @@ class Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.piece = inputs[0]
+        ctx.set_materialize_grads(False)  # zeros that torch makes there are in no graph
         ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> Any:
         piece, inputs = ctx.piece, ctx.saved_tensors
         wanted = tuple(bool(need) and value.is_floating_point() for need, value in zip(ctx.needs_input_grad[1:], inputs, strict=True))
         with tracing(True):
-            filled = [
-                torch.zeros(like.shape, dtype=like.dtype, device=like.device) if tangent is None else tangent
-                for tangent, like in zip(tangents, piece.results, strict=True)
-            ]
+            filled = [like.zeros() if tangent is None else tangent for tangent, like in zip(tangents, piece.results, strict=True)]
         found = iter(Transformed.apply(piece.gradient(tuple(map(like, inputs)), wanted), *filled, *inputs) if any(wanted) else ())
         return None, *[next(found) if want else None for want in wanted]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        """The gradient of the gradient by what goes into it, in which it is linear: all that is needed are gradients of pieces."""
+        piece, inputs, given = ctx.piece, ctx.saved_tensors, tangents[1:]
+        wanted = tuple(tangent is not None and value.is_floating_point() for tangent, value in zip(given, inputs, strict=True))
+        moving = tuple(like.dtype.is_floating_point for like in piece.results)
+        if not any(wanted) or not any(moving):
+            return tuple(None for _ in piece.results)
+        with tracing(True):
+            start = [like.zeros() for like in piece.results]
+        backward = piece.gradient(tuple(map(like, inputs)), wanted)
+        second = backward.gradient((*piece.results, *map(like, inputs)), (*moving, *[False] * len(inputs)))
+        moved = [tangent for tangent, want in zip(given, wanted, strict=True) if want and tangent is not None]
+        found = iter(Transformed.apply(second, *moved, *start, *inputs))
+        return tuple(next(found) if moves else None for moves in moving)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, piece: Piece, *inputs: Tensor) -> Any:
