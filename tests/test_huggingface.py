@@ -106,7 +106,10 @@ def test_whole_models_on_kernels(name, fuse, device):
     assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_cache_that_is_a_pytree():
+@pytest.mark.parametrize("gradients", (False, True))
+@pytest.mark.parametrize("name", ("llama", "gpt2"))
+def test_a_cache_that_is_a_pytree(name, gradients):
+    """Keys and values of each layer are results of the graph like any other, gradients through them included."""
     import transformers
     from torch.utils import _pytree
 
@@ -117,12 +120,22 @@ def test_a_cache_that_is_a_pytree():
             lambda value: ([(layer.keys, layer.values) for layer in value.layers], None),
             lambda pairs, _: cache(list(pairs)),
         )
-    model, ids = tiny("llama")
-    with torch.no_grad():
-        got, wanted = fusejit.jit(model, backend="eager", fullgraph=True)(ids, use_cache=True), model(ids, use_cache=True)
-    assert_close(got.last_hidden_state, wanted.last_hidden_state)
-    for one, other in zip(got.past_key_values.layers, wanted.past_key_values.layers, strict=True):
-        assert_close((one.keys, one.values), (other.keys, other.values))
+    model, ids = tiny(name)
+    jitted = fusejit.jit(model, backend="eager", fullgraph=True)
+    parameters, found = dict(model.named_parameters()), []
+    for call in (jitted, model, jitted):
+        with torch.set_grad_enabled(gradients):
+            out = call(ids, use_cache=True)
+        kept = [tensor for layer in out.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        assert len(kept) == 4 and type(out.past_key_values) is cache
+        results = [out.last_hidden_state, *kept]
+        assert all(result.requires_grad is gradients for result in results)
+        loss = sum((result * result.detach().cos()).sum() for result in results)
+        grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True) if gradients else ()
+        found.append({str(n): value.detach() for n, value in enumerate(results)} | dict(zip(parameters, grads)))
+    same(found[0], found[1])
+    same(found[2], found[1])
+    assert not jitted.explain(ids, use_cache=True).fallbacks
 
 
 def test_a_subclass_with_tensor_ifs():
