@@ -451,3 +451,55 @@ def test_compile_huggingface_models(name, backend):
     compiled = torch.compile(module, backend="fusejit", options={"backend": backend})
     wanted, got = results(module, module, inputs), results(compiled, module, inputs)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+# torch.cond and torch.while_loop.
+
+
+def branches(x, w):
+    def grown(x):
+        fusejit.print("grown", x.sum())
+        return torch.cond(x.max() > 5, lambda x: x @ w, lambda x: x.exp(), (x,))
+
+    return torch.cond(x.sum() > 0, grown, lambda x: x - w, (x,)) * 2
+
+
+def rounds(x, w):
+    k = torch.zeros((), dtype=torch.int64)
+    k, x = torch.while_loop(lambda k, x: x.sum() < 100, lambda k, x: (k + 1, (x @ w).abs() + 1), (k, x))
+    return x * k
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("fn", (branches, rounds))
+def test_functions_of_functions(fn, backend, capsys):
+    """They become branches and loops of the graph, with gradients, kernels and effects, as the plain Python beside them."""
+    values = ([[1.0, 2.0], [3.0, 0.5]], [[9.0, 2.0], [3.0, 0.5]], [[-1.0, -2.0], [-3.0, 0.5]])
+    plain = {branches: plain_branches, rounds: plain_rounds}[fn]
+    jitted = jit(fn, capture_mode="bytecode", backend=backend, fullgraph=True)
+    compiled = torch.compile(fn, backend="fusejit", fullgraph=True, options={"backend": backend})
+    told = []
+    for call in (plain, jitted, compiled):
+        for value in values:
+            x, w = torch.tensor(value, requires_grad=True), torch.full((2, 2), 0.7, requires_grad=True)
+            out = call(x, w)
+            out.sum().backward()
+            grads = [torch.zeros(2, 2) if v.grad is None else v.grad for v in (x, w)]
+            told.append((out.detach(), *grads, capsys.readouterr().out))
+    for place in range(3, 9):
+        torch.testing.assert_close(told[place][:3], told[place % 3][:3])
+        assert told[place][3] == told[place % 3][3]
+
+
+def plain_branches(x, w):
+    if x.sum() <= 0:
+        return (x - w) * 2
+    fusejit.print("grown", x.sum())
+    return (x @ w if x.max() > 5 else x.exp()) * 2
+
+
+def plain_rounds(x, w):
+    k = 0
+    while x.sum() < 100:
+        k, x = k + 1, (x @ w).abs() + 1
+    return x * k

@@ -57,6 +57,8 @@ QUERIES = frozenset((
     T.stride, T.element_size, T.is_floating_point, T.is_complex, T.is_contiguous,
 ))  # fmt: skip
 """What a tensor answers without an op, and without being asked for its values."""
+HIGHER: dict[Any, Callable] = {}
+"""Functions of functions that are traced in place instead; filled by by_hand.py."""
 BINDINGS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 """Functions of torch written in C, which call no other."""
 
@@ -185,6 +187,9 @@ class Tracing(TorchFunctionMode):
         if isinstance(func, torch._ops.HigherOrderOperator):
             if transforming():
                 raise Unsupported(f"{func._name} under torch.func", "a function of functions cannot be followed there", frame_line(frame))
+            if func in HIGHER and self.traces_here():
+                with self:
+                    return HIGHER[func](*args, **(kwargs or {}))
             if self.traces_here():
                 self.note_grad()
         if func == DATA:
@@ -476,6 +481,11 @@ def explain_error(error: BaseException) -> BaseException:
     if isinstance(error, (Unsupported, CaptureError)) or not isinstance(error, Exception) or raised_by_user(error):
         return error
     name = type(error).__name__
+    if name == "UncapturedHigherOrderOpError":
+        way_out = 'call fusejit.cond or fusejit.while_loop, or leave capture_mode at "ast"'
+        return Unsupported(
+            "torch.cond or torch.while_loop in a plain trace", f"torch reads it by its bytecode; {way_out}", error_line(error)
+        )
     if name in DATA_DEPENDENT or "data-dependent" in str(error).lower():
         return Unsupported("control flow or a shape that depends on the values of a tensor", DATA_DEPENDENT_WAY_OUT, error_line(error))
     return Unsupported(f"torch ({name})", str(error).strip().split("\n")[0], error_line(error))

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..capture.lines import frame_line, user_frame
+from ..capture import trace
+from ..capture.lines import shorten, user_frame
 from .calls import INSTEAD, callee
 from .control import as_predicate, choose, unknown, while_
 from .select import Site
@@ -22,7 +23,7 @@ NUMBERS = (bool, int, float, complex)
 
 
 def site(kind: str) -> Site:
-    return Site(kind, frame_line(user_frame(sys._getframe(2))))
+    return Site(kind, shorten(trace.entry_of(user_frame(sys._getframe(2)))))
 
 
 def select(cond: Tensor, a: Any, b: Any) -> Tensor:
@@ -93,4 +94,11 @@ def while_loop(cond_fn: Callable, body_fn: Callable, carried_inputs: Sequence[An
     return carried
 
 
+def loop_of_torch(cond_fn: Callable, body_fn: Callable, carried_inputs: Sequence[Any], additional_inputs: Sequence[Any]) -> Any:
+    """`torch.ops.higher_order.while_loop`, as Dynamo writes it: what the functions read besides is handed to them."""
+    given = tuple(additional_inputs)
+    return while_loop(lambda *carried: cond_fn(*carried, *given), lambda *carried: body_fn(*carried, *given), carried_inputs)
+
+
 INSTEAD |= {torch.cond: cond, torch.while_loop: while_loop}
+trace.HIGHER |= {torch.ops.higher_order.cond: cond, torch.ops.higher_order.while_loop: loop_of_torch}
