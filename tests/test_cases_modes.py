@@ -143,7 +143,7 @@ def test_case_42_in_other_modes(mode, backend):
     call = functools.partial(jit, capture_mode=mode, backend=backend)
     x, y = torch.tensor([0]), torch.tensor([1])
     assert call(select_net, fullgraph=True)(x, y).item() == -5050
-    with pytest.raises(fusejit.CaptureError, match=r"test_cases_modes.py:\d+: if x < y"):
+    with pytest.raises(fusejit.CaptureError, match=r"front.py:\d+: if x < y"):
         call(if_net, fullgraph=True)(x, y)
     jitted = call(if_net)
     assert jitted(x, y).item() == -5050

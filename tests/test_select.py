@@ -475,6 +475,8 @@ def test_changes_in_place_of_what_an_if_chose(fn, backend):
         x, c = torch.tensor(start), torch.arange(4.0).reshape(2, 2)
         args = (x,) if one else (x, c)
         compare(fn, jit(fn, backend=backend, fullgraph=True), args)
+        jitted = jit(fn, backend=backend, fullgraph=True)
+        assert "-> repeated (it is changed in place behind it" in str(jitted.explain(*args)), "or the first capture was enough"
     if fn in (rebound, both_rebound, aliased):
         args = tuple(value.requires_grad_() for value in args)
         compare(fn, jit(fn, backend=backend, fullgraph=True), args)

@@ -87,14 +87,15 @@ def capture_rewritten(
     Raises:
         Unsupported: it cannot be captured; names the user's line, and the variable where an `if` cannot give it one value.
     """
-
     given = (fn, args, kwargs, name, watch, regions, symbols)
     try:
         captured, session = capture_in(None, *given)
     except Unsupported as error:
-        if error.op != CHANGED_IN_PLACE:
+        if error.op != CHANGED_IN_PLACE or symbols is not None:  # whose sizes belong to one capture; the next one has none
             raise
         captured, session = capture_in(Ties(), *given)  # once more, with writes to all that a variable may be
+        reason = "it is changed in place behind it: the change is written to what it was chosen from, too"
+        session.outcomes[error.line, CHANGED_IN_PLACE] = Outcome(error.line, "change in place", "repeated", reason)
     outcomes = list(session.outcomes.values())
     plain = reason_for(fn.forward if isinstance(fn, torch.nn.Module) else fn)
     if plain:
