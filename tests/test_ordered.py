@@ -169,6 +169,25 @@ def test_an_assert_under_transforms(backend):
         fusejit.jit(fusejit.vmap(positive), backend=backend, fullgraph=True)(rows)
 
 
+def test_a_check_of_torch_in_an_arm(backend):
+    closed = torch.tensor(True)
+
+    def f(x):
+        if x.sum() > 0:
+            torch._assert_async((x > 0).all(), "mixed")
+            y = x * 2
+        else:
+            y = x - 1
+        torch._assert_async(closed)
+        return y
+
+    jitted = fusejit.jit(f, backend=backend, fullgraph=True)
+    for x in (torch.ones(2), -torch.ones(2)):
+        assert_close(jitted(x), f(x))
+    with pytest.raises(RuntimeError, match="^mixed$"):
+        jitted(torch.tensor([3.0, -1.0]))
+
+
 def test_messages_that_cannot_be_made_in_advance(backend):
     jitted = fusejit.jit(read, backend=backend, fullgraph=True)
     with pytest.raises(AssertionError, match=r"checked.py:\d+: assert \(x > 0\).all\(\)"):

@@ -251,10 +251,10 @@ ASSERTS: frozenset[Any] = frozenset({torch._assert_async, torch.ops.aten._assert
 """Checks of torch's own, also what Dynamo makes of an `assert`; as ops without a result they would be lost."""
 
 
-def as_check(holds: Tensor, text: str | None = None, assert_msg: str | None = None) -> tuple[Any, tuple, dict[str, Any]]:
-    """The call of `check` for the call of one of these."""
+def as_check(holds: Tensor, text: str | None = None, assert_msg: str | None = None) -> tuple[Any, tuple]:
+    """The op `check` and its arguments, for the arguments of one of these."""
     said = assert_msg if text is None else text
-    return CHECK, (None, holds.reshape(()) != 0, None if said is None else literal(said), [], None, True), {}
+    return CHECK, (None, holds.reshape(()) != 0, None if said is None else literal(said), [], None, True)
 
 
 class Holes(TorchFunctionMode):

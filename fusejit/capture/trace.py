@@ -195,7 +195,7 @@ class Tracing(TorchFunctionMode):
         if func == DATA:
             func = T.detach
         if func in ASSERTS:
-            func, args, kwargs = as_check(*args, **(kwargs or {}))
+            func, args = as_check(*self.replace(args), **self.replace(kwargs or {}))
         if func in ORDERED:
             return self.thread(func, self.replace(args), frame_line(frame))
         if self.picked.kept:

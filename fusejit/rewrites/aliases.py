@@ -105,14 +105,18 @@ class Ties:
 
     def __init__(self) -> None:
         self.ties: list[Tie] = []
+        self.loose: set[Any] = set()  # memory of tensors that may also look at others in a way that no tie follows
 
     def tie(self, made: Any, values: Sequence[Any], arms: Sequence[Arm], test: Tensor, line: str) -> None:
         """Note what a merged value may be, if the arms hold it as it came from outside."""
         kept = test.clone()  # it may itself be changed later
         for place, (value, arm) in enumerate(zip(values, arms)):
             for leaf, one in zip(leaves_of(made), leaves_of(value)):
-                if isinstance(leaf, Tensor) and isinstance(one, Tensor) and leaf is not one and arm.origins(one) == (one,):
+                origins = arm.origins(one) if isinstance(leaf, Tensor) and isinstance(one, Tensor) and leaf is not one else ()
+                if len(origins) == 1 and origins[0] is one:
                     self.ties.append(Tie(leaf, one, kept, place == 0, line))
+                elif origins:  # a view that was made in the arm
+                    self.loose.add(memory_of(leaf))
 
     def near(self, memories: set[Any]) -> tuple[list[Tie], bool]:
         """The ties that changes of some memory may go along, the nearest first, and whether each leads to a tensor of its own."""
@@ -155,7 +159,7 @@ class Ties:
         for entry in shared:
             near = {memory_of(entry.made)}
             for _ in self.ties:
-                near |= {memory_of(tie.original) for tie in self.ties if memory_of(tie.made) in near}
+                near |= {memory_of(tie.original) for tie in self.ties if memory_of(tie.made) in near - self.loose}
             others = tuple(value for value in entry.originals if memory_of(value) not in near)
             if others:
                 left.append(replace(entry, originals=others))

@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..capture import tree
-from ..capture.ordered import WHEN, masked
+from ..capture.ordered import ASSERTS, WHEN, as_check, masked
 from ..errors import Unsupported
 
 Tensor = torch.Tensor
@@ -98,9 +98,11 @@ class Arm(TorchFunctionMode):
             found = func(*args, **kwargs)
             if not isinstance(found, Tensor):
                 return found
-        if func in WHEN:
+        if func in WHEN or func in ASSERTS:
             held = self.copies()
             args = tree.map_tensors(lambda value: held.get(id(value), value), args)
+            if func in ASSERTS:
+                func, args = as_check(*args, **kwargs)
             return func(*(args if self.mask is None else masked(func, args, self.holds())))
         self.judge(func, name)
         changes = name in CHANGES or name.endswith("_") and not name.endswith("__")
