@@ -6,12 +6,13 @@ In: a graph of torch calls from Dynamo (see capture/bytecode.py) and `Settings`.
     >>> reader = Reader(fn, Settings(capture_mode="bytecode")); reader.call((torch.ones(3),), {}); len(reader.specialisations)
     1
 
-Dynamo's guards say whether a graph holds. A graph with symbolic sizes or numbers among its inputs, which `torch.compile` makes from the
-second shape on, is specialised on their values: a table from values to Programs inside the graph.
+Dynamo's guards say whether a graph holds. A graph with symbolic sizes or numbers among its inputs, which Dynamo makes from the second
+shape on, has Programs whose sizes vary, where our own trace can have that (see sizes.py), and a table from values to Programs otherwise.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -24,11 +25,13 @@ import torch
 from . import config
 from .capture import bytecode, tree
 from .capture.bytecode import Found
+from .capture.dynamic import Dynamic
 from .capture.guards import key_of, state_key
 from .capture.reasons import differences
 from .errors import FusejitError, Unsupported
 from .forks import renewed
 from .settings import BACKENDS, LEVELS, NUMERICS, Settings, check
+from .sizes import specialise_sizes
 from .specialise import Fallback, Specialisation, eager_specialisation, refusal, specialise
 
 Tensor = torch.Tensor
@@ -47,6 +50,7 @@ class Graph:
         self.plain = found.module.forward
         self.floats = frozenset(bytecode.wrapped_floats(found.module))
         self.varies = bytecode.dynamic(found.module)
+        self.sizes = Dynamic(self.varies)
         self.body = bytecode.replay(found.module)
         self.table: dict[Any, tuple[Specialisation, ...]] = {}
         self.made: list[tuple[Any, Specialisation]] = []
@@ -71,6 +75,8 @@ class Graph:
                 lifted = found.lifted(leaves)
                 if lifted is not None:
                     return found, lifted
+            if (known := self.sizes.find(key, leaves)) is not None:
+                return known
             found, lifted = self.make(key, leaves)
             self.table[key] = (found, *self.table.get(key, ()))
             self.made.append((key, found))
@@ -90,7 +96,8 @@ class Graph:
             error = Unsupported(f"more than {limit} specialisations", "this kind of call runs eagerly (FUSEJIT_SPECIALISATIONS)")
         else:
             try:
-                found = specialise(self.body, tuple(leaves), {}, leaves, self.settings)
+                make = functools.partial(specialise, self.body, tuple(leaves), {}, leaves, self.settings)
+                found = specialise_sizes(self.sizes, key, leaves, input_name, make)
             except Unsupported as refused:
                 if self.settings.fullgraph or config.read("strict"):
                     raise refusal(refused, self.settings.name) from refused
@@ -181,6 +188,7 @@ class Reader:
                     limit=lambda: config.read("specialisations"),
                     stopped=self.stop,
                     first=first,
+                    dynamic=self.settings.dynamic,
                 )
             return self.function
 

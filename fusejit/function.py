@@ -188,7 +188,11 @@ class JitFunction:
             found, lifted = self.find(key, receiver, args, kwargs, leaves)
         except Unsupported as error:
             return self.fall_back(error, key, receiver, args, kwargs, leaves)
-        return self.cold(found, receiver, args, kwargs) if found.run is None else found.run(leaves, lifted)
+        return self.start(found, Call(receiver, args, kwargs, leaves, lifted))
+
+    def start(self, found: Specialisation, call: Call) -> Any:
+        """Run the call that a specialisation has just been made for."""
+        return self.cold(found, call.receiver, call.args, call.kwargs) if found.run is None else found.run(call.leaves, call.lifted)
 
     def cold(self, found: Specialisation, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a call that has no graph of its own: by the graphs that Dynamo makes of it, or as plain Python."""

@@ -29,12 +29,15 @@ from .capture.lockstep import divergence
 from .capture.trace import capture
 from .errors import TraceError, Unsupported
 from .function import JitFunction
-from .runtime.bind import elsewhere
+from .runtime.bind import Call, elsewhere
 from .settings import BACKENDS, NUMERICS, Settings
 from .specialise import Specialisation
 from .switch import Switch
 
 LATER = "belongs to the memory optimisations, which are not there yet: leave it out"
+
+
+STATIC = "all sizes are numbers: without_host=False compares each call with what was recorded for its sizes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class TraceFunction(JitFunction):
     def __init__(self, fn: Callable, settings: Settings, options: TraceOptions = TraceOptions(), part: bool = False) -> None:
         super().__init__(fn, settings)
         self.options, self.part = options, part
+        self._watched = options.profiling or options.record_only or not options.without_host or settings.constants
         self._recorded: dict[Any, tuple[Specialisation, tuple]] = {}
         self._runs: list[float] = []
 
@@ -67,6 +71,8 @@ class TraceFunction(JitFunction):
         return (TraceFunction, (self.__wrapped__, self.settings, self.options))
 
     def call(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if not self._watched:
+            return super().call(receiver, args, kwargs)
         if Switch.off or elsewhere():
             return self.plain(receiver, args, kwargs)
         if self.settings.constants and not self.part:
@@ -88,14 +94,8 @@ class TraceFunction(JitFunction):
             return super().call(receiver, args, kwargs)
         return self.replay(receiver, args, kwargs)
 
-    def miss(self, key: Any, receiver: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
-        if self.options.symbolic or self.full(receiver):
-            return super().miss(key, receiver, args, kwargs, leaves)
-        try:
-            self.find(key, receiver, args, kwargs, leaves)
-        except Unsupported as error:
-            return self.fall_back(error, key, receiver, args, kwargs, leaves)
-        return self.plain(receiver, args, kwargs)
+    def start(self, found: Specialisation, call: Call) -> Any:
+        return super().start(found, call) if self.options.symbolic else self.plain(call.receiver, call.args, call.kwargs)
 
     def replay(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the Python on fake tensors, compare it with what was recorded for such arguments, and run the recorded program."""
@@ -124,6 +124,7 @@ class TraceFunction(JitFunction):
     def record(self, key: Any, receiver: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """The first call with such arguments."""
         found = self.specialisation_for(receiver, args, kwargs)
+        found.dynamic = [STATIC]
         lifted = () if found.captured is None else tuple(map(tensor_key, capture_inputs(found)))
         self._recorded[key] = (found, lifted)
         if found.run is None or not self.options.symbolic:
@@ -183,12 +184,12 @@ def trace(
             and options; both may be any nesting of tensors and Python values.
         symbolic: False: the first call with such arguments runs as plain Python, beside which the program is made; a function that reads
             a tensor's values stays plain Python (see `explain()`). True: the program runs from the first call on; reading is an error.
-        capture_as_const: closed-over tensors are constants with the values of the first call, and no gradients; positional arguments
-            must be tensors then.
+        capture_as_const: closed-over tensors are constants with their first values and no gradients; positional arguments are tensors.
         record_only: a call makes the program and runs nothing: it returns None.
         profiling: keep the time of each call for `get_profile()`; waits for the GPU after each.
         opt_level: 0 to 3, the `jit_level` O0 to O3 of `fusejit.jit`.
-        symbolic_shape: accepted; every shape has a program of its own, so no shape ever fails.
+        symbolic_shape: True: sizes and numbers that change are inputs of the program (`dynamic=None` of `fusejit.jit`; not with
+            `without_host=False`); False: every shape has a program of its own. No shape ever fails.
         without_host: True: later calls check guards and run the program. False: they run the Python too, on fake tensors, compare it
             op by op and constant by constant with what was recorded, and then run the recorded program.
         backend, numerics, fast_math, name: see `fusejit.jit`.
@@ -205,7 +206,7 @@ def trace(
     check_choice("backend", backend, BACKENDS)
     check_choice("numerics", numerics, NUMERICS)
     settings = Settings("trace", f"O{opt_level}", symbolic, backend, numerics, name or "", fast_math=fast_math, constants=capture_as_const,
-                        regions=without_host)  # fmt: skip  # a region's Python runs once, and lockstep compares all of it
+                        regions=without_host, dynamic=None if symbolic_shape and without_host else False)  # fmt: skip
     options = TraceOptions(symbolic, without_host, record_only, profiling)
     return functools.partial(make, settings=settings, options=options) if fn is None else make(fn, settings, options)
 

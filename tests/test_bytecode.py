@@ -299,7 +299,7 @@ def test_an_autograd_function_runs_eagerly_and_says_so():
 
 def test_the_limit(monkeypatch, caplog):
     monkeypatch.setenv("FUSEJIT_SPECIALISATIONS", "3")
-    jitted = jit(lambda x, k: x * k, capture_mode="bytecode")
+    jitted = jit(lambda x, k: x * k, capture_mode="bytecode", dynamic=False)
     x = torch.ones(2)
     for k in range(8):
         assert jitted(x, k)[0] == k
@@ -360,6 +360,22 @@ def test_compile_with_varying_shapes_and_numbers(backend):
     for rows in (5, 7, 5):
         x = torch.randn(rows, 4)
         torch.testing.assert_close(marked(x), x.sum(1) * rows)
+
+
+def test_sizes_and_numbers_vary(backend):
+    def f(x, scale):
+        return torch.softmax(x * scale, -1) + x.shape[0]
+
+    jitted = jit(f, capture_mode="bytecode", backend=backend)
+    for rows in (3, 4, 6, 7, 8, 9, 20, 41):
+        compare(f, jitted, [leaf(rows, 5), 0.5 + rows / 64])
+    info = jitted.cache_info()
+    assert info.specialisations <= 4 and info.fallbacks == 0
+    assert "dimension 0 of input 1 of the graph is dynamic" in str(jitted.explain(torch.randn(50, 5), 0.25))
+    fixed = jit(f, capture_mode="bytecode", backend=backend, dynamic=False)
+    for rows in (3, 4, 6):
+        compare(f, fixed, [leaf(rows, 5), 0.5])
+    assert fixed.cache_info().specialisations == 3
 
 
 @pytest.mark.usefixtures("registered")

@@ -47,6 +47,19 @@ def test_compiled_is_kept_where_eager_is_slower_or_about_the_same(timer, eager):
     assert f"the whole: compiled, measured: 5.0 us, eager {eager} us" in str(report)
 
 
+def test_nothing_is_measured_while_the_caller_records(timer, monkeypatch):
+    monkeypatch.setattr("fusejit.runtime.torch_c.recording", lambda: True)
+    jitted, x = jit(lambda x: x * 2 - 7, jit_level="O3", backend="interpret"), torch.ones(8)
+    assert jitted(x).tolist() == [-5] * 8
+    assert "compiled, not measured: the call is part of a CUDA graph" in str(jitted.explain(x))
+    monkeypatch.undo()  # a later function with the same Program measures
+    monkeypatch.setattr(choose, "DEVICE", "cpu")
+    asked = []
+    monkeypatch.setattr(choose, "elapsed_us", lambda call: asked.append(call) or 9.0)
+    jit(lambda x: x * 2 - 7, jit_level="O3", backend="interpret")(x)
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_nothing_is_measured_below_o3(timer, level):
     jit(lambda x: x * 2 + 3, jit_level=level, backend="interpret")(torch.ones(8))

@@ -372,3 +372,17 @@ def test_the_length_of_a_normalised_row_is_no_assumption(dtype):
     for n in (64, 100, 300, 7):
         check(jitted, jitted.__wrapped__, torch.randn(4, n, dtype=dtype) + 3)
     assert not [line for line in jitted.explain(torch.randn(4, 300, dtype=dtype)).dynamic if "variant" in line]
+
+
+def test_variances_of_rows_of_any_length():
+    """Rows that stay in registers and rows that are read in pieces: the shift of the squares has the row's own count in each."""
+
+    def f(x):
+        return torch.nn.functional.layer_norm(x, (x.shape[-1],)), x.var(-1), torch.softmax(x, -1)
+
+    jitted = jit(f, backend="interpret", dynamic=True)
+    for n in (40, 33001, 33):
+        x = torch.randn(2, n) + 100
+        for got, want in zip(jitted(x), f(x.double()), strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
+    assert jitted.cache_info()[:3] == (1, 2, 1)

@@ -113,3 +113,13 @@ def test_explain_says_how_a_schedule_was_chosen(backend):
     levels = {level: str(fusejit.jit(softmax, backend=backend, jit_level=level).explain(x)) for level in ("O2", "O3")}
     assert "warp" in levels["O2"] and "schedule of" not in levels["O2"]
     assert "schedule of" in levels["O3"] and "model's choice" in levels["O3"]
+
+
+def test_nothing_is_measured_while_the_caller_records(monkeypatch):
+    """A measurement waits for the device, which would break the recording; a later call measures."""
+    kernels, buffers = candidates()
+    monkeypatch.setattr("fusejit.runtime.torch_c.recording", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("fusejit.runtime.tune._measured", lambda *given: pytest.fail("it was measured"))
+    monkeypatch.setattr("fusejit.runtime.tune._found", found := {})
+    assert "the caller records a CUDA graph" in tune(kernels, buffers).why and not found

@@ -405,3 +405,25 @@ def test_case_55_replays_prints_and_refuses_nesting(backend, capsys):
     with pytest.raises(RuntimeError, match="inner has capture mode 'trace'"):
         outer(x)
     assert middle(x).tolist() == [4, 4] and inner(x).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_shapes_and_numbers_that_change(symbolic, monkeypatch):
+    def scaled(x, k=1.0):
+        return x * k + x.shape[0]
+
+    ran, plain = [], fusejit.TraceFunction.plain
+    monkeypatch.setattr(fusejit.TraceFunction, "plain", lambda self, *args: ran.append(args) or plain(self, *args))
+    traced = fusejit.trace(scaled, symbolic=symbolic)
+    for n, k in ((3, 0.5), (4, 0.25), (5, 0.75), (6, 0.125), (7, 0.3), (8, 0.2)):
+        torch.testing.assert_close(traced(torch.ones(n), k), torch.ones(n) * k + n)
+    assert traced.cache_info().specialisations == 2 and len(ran) == (0 if symbolic else 2)  # a first call runs as Python
+    fixed = fusejit.trace(scaled, symbolic=symbolic, symbolic_shape=False)
+    for n in (3, 4, 5):
+        fixed(torch.ones(n))
+    assert fixed.cache_info().specialisations == 3
+    beside = fusejit.trace(scaled, symbolic=symbolic, without_host=False)
+    for n in (3, 4, 5):
+        beside(torch.ones(n))
+    assert beside.cache_info().specialisations == 3
+    assert "all sizes are numbers: without_host=False" in str(beside.explain(torch.ones(3)))

@@ -34,9 +34,6 @@ FAILURES = 3
 PATCHES = {
     "recompile_limit": ENDLESS,
     "accumulated_recompile_limit": ENDLESS,
-    "assume_static_by_default": True,  # what `optimize(dynamic=False)` would set and unset at each call
-    "automatic_dynamic_shapes": False,
-    "specialize_float": True,
     # Dynamo leaves some guards out for speed: a hook that is added later, `module.half()`, changed defaults would not be seen
     "skip_nnmodule_hook_guards": False,
     "record_runtime_overhead": False,  # two calls around each graph that only a profiler reads
@@ -45,6 +42,12 @@ PATCHES = {
     "use_numpy_random_stream": True,  # numpy's random numbers stay numpy's
 }
 """Dynamo's configuration while a frame is read."""
+VARYING: dict[bool | None, dict[str, bool]] = {  # what `optimize(dynamic=...)` would set and unset at each call
+    False: {"assume_static_by_default": True, "automatic_dynamic_shapes": False, "specialize_float": True},
+    None: {"assume_static_by_default": True, "automatic_dynamic_shapes": True, "specialize_float": False},
+    True: {"assume_static_by_default": False, "automatic_dynamic_shapes": False, "specialize_float": False},
+}
+"""More of it: which sizes and numbers vary, by the option `dynamic` of `jit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,10 @@ class Frames:
         breaks: reasons of graph breaks in frames that gave no graph.
     """
 
-    def __init__(self, inner: Callable, limit: Callable[[], int], stopped: Callable[[str, int], None], fullgraph: bool) -> None:
+    def __init__(
+        self, inner: Callable, limit: Callable[[], int], stopped: Callable[[str, int], None], fullgraph: bool, dynamic: bool | None
+    ) -> None:
+        self.patches = PATCHES | VARYING[dynamic]
         self.inner, self.limit, self.stopped, self.fullgraph = inner, limit, stopped, fullgraph
         self._torchdynamo_orig_backend = inner  # Dynamo follows this name to the backend that its caches are kept for
         self.compiled: dict[types.CodeType, int] = {}
@@ -99,7 +105,7 @@ class Frames:
         self.why = []
         before = dict(counters["graph_break"])
         try:
-            with LOCK, config.patch(PATCHES):  # Dynamo and a trace in another thread would spoil each other's globals
+            with LOCK, config.patch(self.patches):  # Dynamo and a trace in another thread would spoil each other's globals
                 result = self.inner(frame, *rest)
         except Exception as error:  # whatever Dynamo fails at (assertions of its own, too) runs in Python; a wrong call gets its own error
             if self.fullgraph:
@@ -126,14 +132,15 @@ def read(
     limit: Callable[[], int] = lambda: ENDLESS,
     stopped: Callable[[str, int], None] = lambda name, limit: None,
     first: str = FIRST,
+    dynamic: bool | None = False,
 ) -> tuple[Callable, Frames]:
-    """Return the function as Dynamo runs it, static shapes only, and the record of its frames.
+    """Return the function as Dynamo runs it, and the record of its frames.
 
     Args:
         receive: called for each graph, while a call is read; returns what runs in its place (inputs to a tuple of results).
         fullgraph: a graph break raises torch's `Unsupported` (see `explain_break`) instead of going on in Python.
         limit: how often one frame is compiled; `stopped(name, limit)` is called at more, and the frame runs what it has, or in Python.
-        first: why the first graph is made.
+        first: why the first graph is made. dynamic: which sizes and numbers Dynamo makes symbols, as for `jit`.
     """
     from torch._dynamo import eval_frame, optimize
 
@@ -155,7 +162,7 @@ def read(
     if not isinstance(context, eval_frame._TorchDynamoContext):  # TORCHDYNAMO_DISABLE
         raise Unsupported("capture_mode='bytecode'", "Dynamo is switched off in this process (TORCHDYNAMO_DISABLE)")
     inner: Any = context.callback
-    frames = Frames(inner, limit, stopped, fullgraph)
+    frames = Frames(inner, limit, stopped, fullgraph, dynamic)
     context.callback = frames
     return context(own_code(fn)), frames
 

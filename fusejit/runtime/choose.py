@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from . import torch_c
+
 LAUNCHES = 2
 """Programs of more launches are not measured."""
 MARGIN = 0.9
@@ -44,6 +46,8 @@ def choose(key: Any, compiled: Callable[[], Any], eager: Callable[[], Any], time
     Args:
         timer: microseconds of a call, host and device together.
     """
+    if key not in _found and torch_c.recording():
+        return Choice(False, "compiled, not measured: the call is part of a CUDA graph that its caller records")
     if key not in _found or timer is not None:
         measure = timer or elapsed_us
         ours, its = measure(compiled), measure(eager)

@@ -26,6 +26,14 @@ except ImportError:  # a build without Dynamo's C part: everything below has a s
 Tensor = torch.Tensor
 
 
+# The device.
+
+
+def recording() -> bool:
+    """Whether the caller records a CUDA graph on this stream: nothing may wait for the device then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 # Tensors.
 
 

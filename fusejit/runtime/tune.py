@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import torch_c
 from .launch import Launcher, compile_all, kernel
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def tune(kernels: Sequence[Kernel], buffers: dict[str, Buffer], timer: Timer | N
     if timer is None and not torch.cuda.is_available():
         return Tuned(kernels[0], (), f"not measured, no GPU: the model's choice of {len(kernels)}")
     key = tuple(k.name for k in kernels)
+    if key not in _found and torch_c.recording():
+        return Tuned(kernels[0], (), "not measured, the caller records a CUDA graph: the model's choice")
     if key not in _found or timer is not None:
         _found[key] = _measured(kernels, buffers, timer or device_us)
     return _found[key]
