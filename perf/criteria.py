@@ -165,7 +165,8 @@ def _times(k: Kernel, reads: Sequence[Load], access: Access) -> float:
     if k.cluster.programs and not k.schedule.keep:
         tile *= -(-product(k.cluster.reduce) // dict(k.constants)["RBLOCK"]) if not k.schedule.peel else 1
     threads = 32 * k.num_warps
-    part = max(tile / threads, WIDE / reads[0].dtype.itemsize) * reads[0].dtype.itemsize  # a small tile stands in several threads
+    least = WIDE / reads[0].dtype.itemsize if tile >= threads else tile  # a small tile stands in several threads
+    part = max(tile / threads, least) * reads[0].dtype.itemsize
     ahead = k.num_stages + 1 if re.search(r"cp\.async\S*\.shared\.global", k.ptx) else 1  # a loop's prologue has copies of its loads
     return access.bytes / part / ahead
 
