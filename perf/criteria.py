@@ -123,7 +123,7 @@ def _resources(k: Kernel, sms: int) -> Iterator[str]:
     if k.n_spills:
         yield f"{k.n_spills} bytes spilled"
     programs = product(k.grid)
-    each = (k.bytes_read + k.bytes_written) / programs
+    each = max(k.bytes_read, k.bytes_written) / programs
     device = machine()
     if programs < FULL * sms and each > device.in_flight * device.launch_us / MEMORY_WAIT:  # less is not worth a launch more
         yield f"{programs} programs of {each / 1e3:.0f} KB each, {sms} multiprocessors"
