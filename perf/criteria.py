@@ -133,7 +133,7 @@ def _resources(k: Kernel, sms: int) -> Iterator[str]:
     if k.n_spills:
         yield f"{k.n_spills} bytes spilled"
     programs = product(k.grid)
-    each = (k.bytes_read + k.bytes_written) / programs
+    each = max(k.bytes_read, k.bytes_written) / programs
     device = machine()
     if programs < FULL * sms and each > device.in_flight * device.launch_us / MEMORY_WAIT:  # less is not worth a launch more
         yield f"{programs} programs of {each / 1e3:.0f} KB each, {sms} multiprocessors"
@@ -175,7 +175,8 @@ def _times(k: Kernel, reads: Sequence[Load], access: Access) -> float:
     if k.cluster.programs and not k.schedule.keep:
         tile *= -(-product(k.cluster.reduce) // dict(k.constants)["RBLOCK"]) if not k.schedule.peel else 1
     threads = 32 * k.num_warps
-    part = max(tile / threads, WIDE / reads[0].dtype.itemsize) * reads[0].dtype.itemsize  # a small tile stands in several threads
+    least = WIDE / reads[0].dtype.itemsize if tile >= threads else tile  # a small tile stands in several threads
+    part = max(tile / threads, least) * reads[0].dtype.itemsize
     ahead = k.num_stages + 1 if re.search(r"cp\.async\S*\.shared\.global", k.ptx) else 1  # a loop's prologue has copies of its loads
     return access.bytes / part / ahead
 

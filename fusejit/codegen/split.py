@@ -59,7 +59,8 @@ def _length(cluster: Cluster, device: Device) -> int:
     again = max(cluster.levels.values()) > 1 or any(_along(s, cluster) and cluster.levels[s.value] for s in cluster.stores)
     programs = -(-rows // columns_at_once(cluster)) if upright else rows
     enough = device.sms if upright else device.sms // 2
-    if columns < LONG[upright] or programs >= enough or (again and not pays_to_split(cluster, _passes(cluster, device), device)):
+    unsure = again or (rows == 1 and not upright)  # what is left of partial results may be less than a launch more is worth
+    if columns < LONG[upright] or programs >= enough or (unsure and not pays_to_split(cluster, _passes(cluster, device), device)):
         return 0
     wanted = min(2 * device.sms // max(1, programs), columns // (LONG[upright] // 8))
     wanted = wanted if upright else max(wanted, -(-columns // device.row_values))  # a piece stays in registers
