@@ -124,8 +124,9 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     rewrite = (lambda module: module) if plain else rewrite
     limit = settings.most_at_once
     flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain, limit)))
-    whole = decompose.table() if plain and limit else {}
-    decompositions = whole if plain else random.with_draws(decompose.table(), settings.numerics)
+    drawn = torch.Tag.nondeterministic_seeded  # op by op, random numbers stay eager's
+    known = {op: rule for op, rule in decompose.table().items() if drawn not in op.tags} if plain and larger(graph, limit) else {}
+    decompositions = known if plain else random.with_draws(decompose.table(), settings.numerics)
     tools = Toolchain(region_compiler(options), decompositions, rewrite, flavour)
     tools.change = lambda module: found.rewrites.extend(chunk(module, limit, tools.compiler, flavour))
     graph = rewrite(graph)
@@ -149,7 +150,8 @@ def larger(graph: torch.fx.GraphModule, limit: int) -> bool:
         if isinstance(node.target, Region) and larger(node.target.graph, limit):
             return True
         value = node.meta.get("val")
-        if node.target in PRODUCTS and isinstance(value, torch.Tensor) and value.numel() * value.dtype.itemsize > limit:
+        fixed = isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape)
+        if node.target in PRODUCTS and fixed and value.numel() * value.dtype.itemsize > limit:
             return True
     return False
 

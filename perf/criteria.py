@@ -140,7 +140,9 @@ def _resources(k: Kernel, sms: int) -> Iterator[str]:
 
 
 def _traffic(k: Kernel) -> Iterator[str]:
-    if not isinstance(k.cluster, Cluster):
+    device = machine()
+    alone = product(k.grid) == 1 and k.bytes_read + k.bytes_written <= device.in_flight * device.launch_us / MEMORY_WAIT
+    if not isinstance(k.cluster, Cluster) or alone:  # what one program does within the time of a launch is no matter of bandwidth
         return
     loads, stores = accesses(k.ptx)
     for number, name in enumerate(k.arguments):

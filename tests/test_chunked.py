@@ -254,6 +254,29 @@ def test_more_than_a_gigabyte_is_never_held_by_default(monkeypatch):
     assert "in 8 parts" in fusejit.jit(plain, backend="interpret").explain(*args).rewrites[0]
 
 
+def test_random_numbers_are_eagers_op_by_op(device):
+    def loss(h, w, b, t):
+        return F.cross_entropy(F.linear(F.dropout(h, 0.5), w), t)
+
+    args, fused = arguments(device), fusejit.jit(loss, backend="eager", chunk_bytes=LIMIT)
+    results = []
+    for fn in (fused, loss):
+        torch.manual_seed(3)
+        results.append(run(fn, args))
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_sizes_that_vary_are_held_whole(chunked, device):
+    args, fused = arguments(device), chunked(bias, dynamic=True)
+    for rows in (ROWS, ROWS + 3):
+        h, t = torch.randn(rows, WIDTH, device=device), torch.randint(CLASSES, (rows,), device=device)
+        torch.testing.assert_close(fused(h, args[1], args[2], t), bias(h, args[1], args[2], t))
+    assert fused.cache_info().specialisations == 1
+
+
 # -- where not ----------------------------------------------------------------------------------------------------------------------------
 def test_what_is_not_local_to_rows_is_held_whole(chunked, device):
     def returned(h, w, b, t):

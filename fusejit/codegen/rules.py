@@ -27,6 +27,7 @@ from .lower import CHECKS, REFUSALS, Buffer, Lowering, Rule
 from .onehot import one_hot_sum
 from .ops import DTYPES, OPS
 from .pieces import PIECE_CHECKS, PIECES
+from .rowsums import by_rows
 from .scans import SCAN_CHECKS, SCANS
 from .scatter import SCATTER_CHECKS, SCATTERS, refused
 from .size import Size, product
@@ -42,7 +43,7 @@ def reduce_to_buffer(
     `place` gives arg-reductions the row-major position within the reduced dims.
     """
     shape = shape or tuple(node.args[0].meta["val"].shape)
-    if op == "sum" and len(dims) == len(shape) > 1 and _of_rows(low, x):  # rows first: they join the kernel that reduced them before
+    if op == "sum" and len(dims) == len(shape) > 1 and by_rows(x, low.reasons):  # rows first: they join the kernel that reduced them before
         x = reduce_to_buffer(low, node, x, [len(shape) - 1], op, dtype, shape=shape)
         shape = (*shape[:-1], 1)
     kept = [d for d in range(len(shape)) if d not in dims]
@@ -65,16 +66,6 @@ def reduce_to_buffer(
             value = reduction(op, *args, dtype=dtype)
         low.steps.append(Cluster.build(outer, inner, [Store(buffer.name, rows, value, dtype)], low.lines(node)))
     return low.whole(buffer)
-
-
-def _of_rows(low: Lowering, x: Expr) -> bool:
-    """Whether a value needs something that the graph makes of each row: what normalises it along the last dimension."""
-
-    def repeated(node: Load) -> bool:
-        strides = node.layout.strides or (1,)
-        return node.buffer in low.reasons and strides[-1] == 0 and any(strides)
-
-    return any(isinstance(n, Load) and not n.index and repeated(n) for n in postorder([x]))
 
 
 def _dims(rank: int, dims: Any) -> list[int]:
