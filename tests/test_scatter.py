@@ -190,6 +190,11 @@ def returned(x, i, s):
 CHANGED = {
     "cache": (remember, lambda: (numbers(2, 40, 8), torch.tensor([7, 3]), numbers(2, 2, 8), numbers(2, 1, 8)), 1),
     "holes": (remember, lambda: (numbers(2, 40, 16)[:, ::2, :8], torch.tensor([7, 3]), numbers(2, 2, 8), numbers(2, 1, 8)), 1),
+    "bfloat16": (
+        remember,
+        lambda: (numbers(2, 40, 8, dtype=torch.bfloat16), torch.tensor([7, 3]), *(numbers(2, n, 8, dtype=torch.bfloat16) for n in (2, 1))),
+        1,
+    ),
     "counts": (count, lambda: (torch.zeros(9, dtype=torch.int64), places(9, MANY)), 1),
     "half_counts": (count, lambda: (torch.zeros(9, dtype=torch.float16), places(9, MANY)), 3),
     "moved": (moved, lambda: (numbers(9, 3), torch.tensor([1, 5, 2])), None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,9 +171,17 @@ def test_both_sides_are_wide_and_go_through_shared_memory(name):
     assert kernel.bytes_written == sum(o.numel() * o.dtype.itemsize for o in outputs)
 
 
+def test_a_narrow_side_is_seen():
+    (kernel,) = kernels_of(lambda x: x.t().contiguous(), meta(8192, 8192))
+    for word in ("ld.global.v4.b32", "st.global.v4.b32"):
+        assert word in kernel.ptx
+        narrow = replace(kernel, compiled=replace(kernel.compiled, ptx=kernel.ptx.replace(word, word.replace("v4.b32", "b16"))))
+        assert any("2 bytes at a time" in text for text in criteria.violations([narrow]))
+
+
 def test_more_tiles_than_a_grid_has_rows():
     """10 million columns in tiles of 64: 65,535 programs is the most along the second and third axis of a grid."""
-    for shape in ((10_000_000, 16), (16, 10_000_000)):
+    for shape in ((10_000_000, 16), (16, 10_000_000), (70_000, 40_000)):  # the last with offsets of 64 bits
         (kernel,) = for_h100(lambda x: x.t().contiguous(), meta(*shape))
         assert kernel.template == "pointwise_2d" and kernel.grid[1:] == (1, 1) and kernel.grid[0] > 65535
 
