@@ -43,6 +43,7 @@ def _specialise_sizes(
             if choice.strict and isinstance(error, CaptureError):
                 raise
             reason = f"{error.op}: {error.reason}" if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
+            reason = reason.partition("\n")[0]
             if not sizes.fix(key, choice, reason):
                 sizes.refuse(key, reason)
                 notes.append(f"all sizes are numbers: {reason}")

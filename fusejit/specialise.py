@@ -139,8 +139,8 @@ def specialise(
     watch = () if receiver is None else (receiver,)
     control: list[Outcome] = []
     whole = settings.fast_math or settings.constants or settings.apart  # what looks at, or differentiates, the graph as a whole
-    if symbols is not None and whole:
-        raise Unsupported("dynamic sizes", "fast_math, frozen constants and separate halves look at one shape")
+    if symbols is not None:
+        refuse_symbols(symbols, settings, whole, leaves)
     regions = Regions if settings.regions and not whole and symbols is None else None
     if settings.capture_mode == "ast":
         captured, control = capture_rewritten(fn, args, kwargs, settings.name, watch, regions, symbols)
@@ -169,6 +169,20 @@ def specialise(
     if symbols is not None:
         hold_for_sizes(found, symbols, tensors)
     return found
+
+
+def refuse_symbols(symbols: Symbols, settings: Settings, whole: bool, leaves: list[Any]) -> None:
+    """Refuse what holds for one shape, or for one value of a number, only.
+
+    Raises:
+        Unsupported: says which option asks for that.
+    """
+    if whole:
+        raise Unsupported("dynamic sizes", "fast_math, frozen constants and separate halves look at one shape")
+    exact = settings.numerics == "eager" and settings.jit_level != "O0"
+    if symbols.scalars and exact and resolve(settings, [leaf for leaf in leaves if isinstance(leaf, Tensor)]) != "eager":
+        reason = "numerics='eager' rounds as eager does, whose kernels choose by a number's value (x ** 2.0, x / 3.0)"
+        raise Unsupported("dynamic numbers", reason)
 
 
 def hold_for_sizes(found: Specialisation, symbols: Symbols, tensors: list[Tensor]) -> None:

@@ -218,3 +218,27 @@ def test_any_sequence_of_numbers(calls, dynamic):
     jitted = jit(f, dynamic=dynamic)
     for a, b in calls:
         check(jitted, X, a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize("numerics", ["fast", "eager"])
+def test_a_varying_number_computes_what_a_constant_does(dtype, numerics):
+    def f(x, a):
+        return x * a, a - x, x + a, x > a, x <= -a, torch.where(x > 0, x, a), torch.full_like(x, a), torch.add(x, x, alpha=2) * a
+
+    x = (X * 3).to(dtype)
+    varying, fixed = (jit(f, backend="interpret", numerics=numerics, dynamic=dynamic) for dynamic in (None, False))
+    for a in (0.3, 0.7, 1.1, -3.7):
+        for got, want, eager in zip(varying(x, a), fixed(x, a), f(x, a), strict=True):
+            assert got.dtype == eager.dtype and torch.equal(got, want)
+    assert varying.cache_info().specialisations == (2 if numerics == "fast" else 4)
+    if numerics == "eager":
+        assert "argument a is not dynamic: dynamic numbers: numerics='eager'" in str(varying.explain(x, 0.7))
+
+
+def test_comparisons_with_sizes_and_numbers():
+    jitted = jit(lambda x, k, a: (x > x.shape[0], x >= k, x < a, x == k * a), backend="interpret")
+    for n, (k, a) in enumerate(((2, 0.5), (3, 1.5), (4, 2.5), (2, 3.0))):
+        for x in (torch.arange(8 + n), torch.arange(8.0 + n)):
+            check(jitted, x, k, a)
+    assert jitted.cache_info().fallbacks == 0

@@ -381,7 +381,7 @@ def operand_dtype(node: Node) -> torch.dtype | None:
     row = POINTWISE.get(short(node.target))
     if row is None or RULES[row.rule] is not RULES["compare"]:
         return None
-    operands = [a.meta["val"] if isinstance(a, Node) else a for a in node.args[:2]]
+    operands = [a.meta["val"] if isinstance(a, Node) else hint(a) for a in node.args[:2]]
     return torch.result_type(*operands)
 
 

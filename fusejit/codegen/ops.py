@@ -27,7 +27,7 @@ from ..errors import Unsupported
 from . import formulas as f
 from .cluster import Expr, cast, compute, const
 from .formulas import formula, working
-from .size import Size
+from .size import Size, hint
 
 FLOAT = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INT = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -435,7 +435,7 @@ def result_type(args: Sequence[Any]) -> torch.dtype:
     result = tensors[0]
     for dtype in tensors[1:]:
         result = torch.promote_types(result, dtype)
-    for number in (a for a in args if isinstance(a, (bool, int, float))):
+    for number in (hint(a) for a in args if isinstance(a, (bool, int, float, Size))):
         if isinstance(number, float) and not result.is_floating_point:
             result = torch.get_default_dtype()
         elif result is torch.bool and not isinstance(number, bool):
