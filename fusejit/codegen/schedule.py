@@ -297,7 +297,7 @@ def _tile_mixed(cluster: Cluster, device: Device) -> list[Schedule]:
     columns, rows, group = power_of_two(tile_columns(cluster)), product(cluster.parallel), _group(peel(cluster))
     if fits_mixed(cluster, device.mixed_values):
         most, warps = power_of_two(-(-rows // cluster.programs)), 8 if group else 16  # the ends of a row take registers of their own
-        rows_at_once = dict.fromkeys(1 if group else max(crossing(cluster), min(tile // columns, most)) for tile in (512, 1024, 2048, 4096))
+        rows_at_once = dict.fromkeys(1 if group else max(crossing(cluster), min(tile // columns, most)) for tile in (512, 1024, 2048))
         return [
             Schedule("reduction_mixed", (("XBLOCK", n), ("RBLOCK", columns)), min(warps, max(1, n * columns // 256)), stages, peel=group)
             for n in rows_at_once
