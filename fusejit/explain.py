@@ -149,7 +149,8 @@ def _half(half: Half) -> list[str]:
     for kernel in half.own:
         template = kernel.template if kernel.tensors == 1 else f"{kernel.template} of {kernel.tensors}"
         lines.append(f"{kernel.name}  {template}  reads {_bytes(kernel.bytes_read)}, writes {_bytes(kernel.bytes_written)}")
-        lines.append(f"    {kernel.schedule}; grid {' x '.join(map(str, kernel.grid))}")
+        expected = f"; {kernel.schedule.choice.expected}" if kernel.schedule.choice else ""
+        lines.append(f"    {kernel.schedule}; grid {' x '.join(map(str, kernel.grid))}{expected}")
         lines += [f"    {', '.join(ops)}{'  ' if line else ''}{line}" for line, ops in _by_line(kernel.ops)]
     lines += [f"extern {e.target}" + (f"  {e.line}" if e.line else "") + (f": {e.why}" if e.why else "") for e in half.called]
     lines += [f"schedule of {line}" for line in half.tuned]

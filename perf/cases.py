@@ -86,13 +86,17 @@ class Case:
     def bytes_minimum(self, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
         """What any implementation moves: each input read once and each output written once; for a backward the tangents and what it needs
         `again` read, the gradients written. What an implementation chooses to save in between does not count."""
+        return sum(self.bytes_least(args, outputs))
+
+    def bytes_least(self, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[int, int]:
+        """The same as (read, written)."""
         inputs = [a for a in args if isinstance(a, Tensor)]
-        forward = sum(map(_bytes, (*inputs, *outputs)))
-        gradients = sum(_bytes(a) for i, a in enumerate(inputs) if a.requires_grad and i not in self.family.same)
         tangents = sum(_bytes(o) for o in outputs if o.is_floating_point())
         again = sum(_bytes(outputs[0] if i == OUTPUT else args[i]) for i in self.family.again)
-        backward = tangents + gradients + again
-        return {"forward": forward, "backward": backward, "both": forward + backward}[self.pass_]
+        gradients = sum(_bytes(a) for i, a in enumerate(inputs) if a.requires_grad and i not in self.family.same)
+        forward, backward = self.pass_ != "backward", self.pass_ != "forward"
+        read = forward * sum(map(_bytes, inputs)) + backward * (tangents + again)
+        return read, forward * sum(map(_bytes, outputs)) + backward * gradients
 
 
 def _bytes(t: Tensor) -> int:

@@ -37,6 +37,7 @@ from cases import CASES, Case  # noqa: E402
 from criteria import more_launches, of_case  # noqa: E402
 
 NONE = "-"
+SAME = 1.01  # times the peer's bytes: one of the two may count a value a row that the other does not save
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Figures:
     loads: int | None = None
     bytes_read: int | None = None
     bytes_written: int | None = None
+    bytes_moved: int | None = None
     programs: int | None = None
     templates: tuple[str, ...] = ()
     violations: tuple[str, ...] = ()
@@ -75,12 +77,21 @@ class Row:
 
     @property
     def violations(self) -> list[str]:
-        """What the case does not meet; more launches than the peer's show only once both are there."""
+        """What the case does not meet; more launches or bytes than the peer's show only once both are there."""
         if not self.ours:
             return [f"failed: {self.failed}"]
-        mine, peers = self.ours.launches + self.ours.externs, self.peer.launches + self.peer.externs if self.peer else None
-        more = [f"{mine} launches, torch.compile {peers}"] if peers is not None and mine > peers + more_launches(self.case) else []
+        if not self.peer:
+            return list(self.ours.violations)
+        mine, peers = (f.launches + f.externs for f in (self.ours, self.peer))
+        more = [f"{mine} launches, torch.compile {peers}"] if mine > peers + more_launches(self.case) else []
+        if self.more_bytes:
+            more.append(f"{(self.ours.bytes_moved or 0) / 1e6:.1f} MB moved, torch.compile {(self.peer.bytes_moved or 0) / 1e6:.1f}")
         return [*self.ours.violations, *more]
+
+    @property
+    def more_bytes(self) -> bool:
+        moved, theirs = (f.bytes_moved if f else None for f in (self.ours, self.peer))
+        return moved is not None and theirs is not None and moved > SAME * theirs
 
     def to_json(self) -> dict[str, Any]:
         case = self.case
@@ -95,12 +106,12 @@ class Row:
 
 
 # -- ours ------------------------------------------------------------------------------------------------------------------------------
-def minimum(case: Case) -> int:
-    """The bytes that have to move, from shapes alone."""
+def least(case: Case) -> tuple[int, int]:
+    """The bytes that have to be read, and written, from shapes alone."""
     args = case.make("meta")
     with torch.no_grad():
         outputs = torch.utils._pytree.tree_leaves(case.family.block.fn(*args))
-    return case.bytes_minimum(args, outputs)
+    return case.bytes_least(args, outputs)
 
 
 def ours(case: Case, target: str) -> Figures:
@@ -125,9 +136,10 @@ def ours(case: Case, target: str) -> Figures:
         compile_s=sum(seconds for seconds in {k.name: k.compiled.seconds for k in kernels}.values()),
         bytes_read=sum(k.bytes_read for k in kernels),
         bytes_written=sum(k.bytes_written for k in kernels),
+        bytes_moved=sum(k.bytes_read + k.bytes_written for k in kernels),
         programs=min((k.grid[0] * k.grid[1] * k.grid[2] for k in kernels), default=0),
         templates=tuple(k.template for k in kernels),
-        violations=tuple(of_case(case, kernels, minimum(case))),
+        violations=tuple(of_case(case, kernels, *least(case))),
     )
 
 
@@ -138,17 +150,45 @@ def serve(path: str) -> None:
     os.dup2(2, 1)
     sys.path.insert(0, str(Path(path).resolve().parent))
     peer = __import__(Path(path).stem)
+    moved = count_bytes()
     by_id = {case.id: case for case in CASES}
     for line in sys.stdin:
         try:
-            answer: dict[str, Any] = asdict(theirs(by_id[line.strip()], peer.inductor))
+            answer: dict[str, Any] = asdict(theirs(by_id[line.strip()], peer.inductor, moved))
         except Exception as error:  # one case that it cannot compile must not hide the others
             answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def theirs(case: Case, inductor: Callable[..., dict[str, Any]]) -> Figures:
-    """The peer's kernels of a case, for fake tensors: nothing is computed."""
+def count_bytes() -> list[int]:
+    """Let the peer note the bytes of each graph's kernels, every operand once, as they are generated; return the list that it fills."""
+    from torch._inductor.graph import GraphLowering
+
+    moved: list[int] = []
+    generate = GraphLowering.compile_to_module
+
+    def counted(graph: Any) -> Any:
+        try:
+            return generate(graph)
+        finally:
+            moved.append(graph.count_bytes()[0])
+
+    GraphLowering.compile_to_module = counted
+    return moved
+
+
+# rows and columns reduced at once leave partial results in a workspace, that torch sums: neither is counted otherwise
+WORKSPACE = re.compile(r"workspace_\d+ = empty_strided_cuda\(\((\d+), \), \(1, \), torch\.(\w+)\)")
+SUMMED = re.compile(r"workspace_\d+\[.*\.sum\(")
+
+
+def _workspaces(source: str) -> int:
+    """The bytes of all workspaces, written once and read once."""
+    return sum(2 * int(count) * getattr(torch, dtype).itemsize for count, dtype in WORKSPACE.findall(source))
+
+
+def theirs(case: Case, inductor: Callable[..., dict[str, Any]], moved: list[int]) -> Figures:
+    """The peer's kernels of a case, for fake tensors: nothing is computed. `moved`: see count_bytes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # the peer runs its graphs once, outside the mode, where constants are real tensors
@@ -160,13 +200,16 @@ def theirs(case: Case, inductor: Callable[..., dict[str, Any]]) -> Figures:
     def fn(*given: Any) -> Any:  # the peer asks for gradients of every floating argument
         return block.fn(*(a.detach() if f and isinstance(a, torch.Tensor) else a for a, f in zip(given, fixed, strict=True)))
 
+    moved.clear()
     phases = inductor(fn, args, grad=case.pass_ != "forward", compile=True)
+    generated = dict(zip(phases, moved, strict=True)) if len(moved) == len(phases) else None
     names = {"forward": ("inference",), "backward": ("backward",), "both": ("forward", "backward")}[case.pass_]
     chosen = [phases[name] for name in names]
     stats = [s for phase in chosen for s in phase.stats]
     return Figures(
         launches=sum(p.launches for p in chosen),
-        externs=sum(p.externs for p in chosen),
+        externs=sum(p.externs + len(SUMMED.findall(p.source)) for p in chosen),
+        bytes_moved=sum(generated[name] + _workspaces(phases[name].source) for name in names) if generated else None,
         regs=max((s["regs"] for s in stats), default=0),
         spills=sum(s["stack"] for s in stats),
         wide=sum(s["wide_loads"] for s in stats),
@@ -220,7 +263,8 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("MB read", lambda r: _mb(r, lambda f: f.bytes_read)),
     ("MB written", lambda r: _mb(r, lambda f: f.bytes_written)),
     ("least MB", lambda r: f"{r.bytes_minimum / 1e6:.1f}"),
-    ("moved/least", lambda r: f"{(r.ours.bytes_read + r.ours.bytes_written) / r.bytes_minimum:.2f}" if r.ours else NONE),
+    ("MB moved", lambda r: _pair(r, lambda f: (f.bytes_moved or 0) / 1e6, ".1f")),
+    ("moved/least", lambda r: f"{r.ours.bytes_moved / r.bytes_minimum:.2f}" if r.ours else NONE),
     ("regs", lambda r: _pair(r, lambda f: f.regs, "d")),
     ("spills", lambda r: _pair(r, lambda f: f.spills, "d")),
     ("wide loads", lambda r: (f"{r.ours.wide}/{r.ours.loads}" if r.ours else NONE) + (f" ({r.peer.wide})" if r.peer else "")),
@@ -244,12 +288,13 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     """What stands out: spills, bytes beyond the least, launches beyond the peer's, grids that leave an H100 idle, failures."""
     done = [row for row in rows if row.ours]
     more = [r for r in done if r.peer and r.ours.launches + r.ours.externs > r.peer.launches + r.peer.externs]
-    beyond = [r for r in done if r.ours.bytes_read + r.ours.bytes_written > 1.05 * r.bytes_minimum]
-    yield "ours, torch.compile's in brackets (its spills: stack bytes; no bytes are told for it)"
+    beyond = [r for r in done if (r.ours.bytes_moved or 0) > 1.05 * r.bytes_minimum]
+    yield "ours, torch.compile's in brackets (its spills: stack bytes; its bytes: each operand of each kernel once, as ours)"
     for title, found in (
         ("spill", [r for r in done if r.ours.spills]),
         ("move over 1.05 times the least", beyond),
         ("launch more than torch.compile", more),
+        (f"move over {SAME} times torch.compile's bytes", [r for r in done if r.more_bytes]),
         ("have a grid under 132 programs", [r for r in done if r.ours.programs < 132]),
     ):
         names = ", ".join(r.case.id for r in found[:6]) + (", ..." if len(found) > 6 else "")
@@ -270,8 +315,8 @@ def count(cases: Sequence[Case], target: str, peer: Path | None, show: Callable[
     """Compile every case, ours here and the peer's in its process meanwhile."""
     from fusejit.errors import FusejitError
 
-    rows = [Row(case, minimum(case)) for case in cases]
-    beside = threading.Thread(target=ask_peer, args=(peer, rows)) if peer and rows else None
+    rows = [Row(case, sum(least(case))) for case in cases]
+    beside = threading.Thread(target=ask_peer, args=(peer, rows), daemon=True) if peer and rows else None
     if beside:
         beside.start()
     for number, row in enumerate([*rows[:1], *rows]):  # the first twice: it would count imports
@@ -304,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not cases:
         parser.error(f"no case holds {' and '.join(given.words)}; ids are like {CASES[0].id}")
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache, progress(sys.stderr) as show:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, progress(sys.stderr) as show:
         os.environ["TRITON_CACHE_DIR"] = cache  # a kernel that was compiled yesterday would take no time
         if given.peer:
             os.environ["FUSEJIT_WORKERS"] = "1"

@@ -19,7 +19,7 @@ ORDER = [
     *("codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing"),
     *("codegen/onehot", "codegen/pieces", "codegen/rowsums", "codegen/scans", "codegen/scatter", "codegen/rules"),
     "codegen/order",
-    *("codegen/keep", "codegen/cost", "codegen/crossing", "codegen/peel"),
+    *("codegen/keep", "codegen/live", "codegen/cost", "codegen/crossing", "codegen/peel"),
     *("codegen/schedule", "codegen/online", "codegen/split", "codegen/align"),
     *("codegen/pressure", "codegen/mix", "codegen/nest", "codegen/segments", "codegen/whole", "codegen/fuse"),
     *("codegen/epilogue", "codegen/cats", "codegen/foreach", "codegen/many"),

@@ -226,4 +226,4 @@ def test_kernels_for_sm_90(shape, sm_90):
     assert len(large) == 2
     for kernel in programs.kernels:
         assert kernel.n_spills == 0
-    assert all(kernel.wide_loads for kernel in large) and large[1].template == "pointwise" and large[1].wide_stores
+    assert all(kernel.wide_loads for kernel in large) and large[1].template == "pointwise_row" and large[1].wide_stores

@@ -9,7 +9,7 @@ from test_codegen import fused, lowered
 import fusejit
 from fusejit.codegen.cost import machine
 from fusejit.codegen.fuse import fuse
-from fusejit.codegen.pressure import at_once
+from fusejit.codegen.live import at_once
 
 
 def across(*xs):

@@ -161,7 +161,8 @@ def test_any_schedule_is_correct(seed, monkeypatch):
             return schedule.schedule(cluster, device)
         rng = random.Random(seed)
         if not ordered.reduce:
-            return ordered, Schedule("pointwise", (("XBLOCK", rng.choice((4, 64))),), 1)
+            lines = len(ordered.axes) > 1 and all((s.layout.strides or (0,))[-1] and not (s.index or s.mode) for s in ordered.stores)
+            return ordered, Schedule(rng.choice(("pointwise", "pointwise_row")[: 1 + lines]), (("XBLOCK", rng.choice((4, 64))),), 1)
         rows = power_of_two(product(ordered.reduce))
         name, block = rng.choice((("reduction_looped", 2), ("reduction_looped", 8), ("reduction_persistent", rows)))
         return ordered, Schedule(name, (("XBLOCK", rng.choice((1, 4))), ("RBLOCK", block)), 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_codegen import fused
 
 import fusejit
+from fusejit.codegen import cost
 from fusejit.codegen.cost import machine, pays_to_split
 from fusejit.codegen.render import render
 from fusejit.codegen.schedule import schedule
@@ -34,6 +37,36 @@ def test_the_choice_is_printed_with_its_reasons():
     assert lines[0].startswith("536.9 MB, 179.0 us at the memory's speed")
     assert str(tiles) in lines[1] and lines[1].endswith("chosen") and "registers" in lines[1] and "waits" in lines[1]
     assert len(lines) > 2 and not any(line.endswith("chosen") for line in lines[2:])
+
+
+def test_every_constant_of_the_model_is_printed():
+    """Nothing that a schedule was chosen by has to be looked up."""
+    _, tiles = schedule(only(softmax, torch.empty(8192, 8192)), machine("sm_90"))
+    text = str(tiles.choice)
+    names = ("MEMORY_WAIT", "ISSUE_WAIT", "GATHER_WAIT", "WARP_WAIT", "BARRIER_WAIT", "FIXED", "ALONE")
+    assert all(str(getattr(cost, name)) in cost.CONSTANTS for name in names) and cost.CONSTANTS in text
+    assert "132 multiprocessors of 65536 registers, 3.0 TB/s, L2 5.5 TB/s and 40 MB, 2.0 us a launch" in text
+
+
+def test_short_rows_are_walked_several_at_a_time():
+    """So that a few programs keep the memory busy, whose partial sums are few."""
+    cluster = only(lambda x: x.softmax(-1), torch.empty(65536, 256))
+    tiles = schedule(replace(cluster, programs=264), machine("sm_90"))[1]
+    assert tiles.template == "reduction_mixed" and tiles["XBLOCK"] * tiles["RBLOCK"] >= 2048
+
+
+def test_values_that_are_loaded_alone_want_more_threads():
+    """Each of them takes a check and a load of its own."""
+    table, rows, scores = torch.empty(512, 64), torch.zeros(1024, dtype=torch.long), torch.empty(1024)
+
+    def gathered(table, rows, scores):
+        return (table[rows, 3] * scores).sum()
+
+    warps = [
+        schedule(only(f, *args), machine("sm_90"))[1].num_warps
+        for f, args in ((gathered, (table, rows, scores)), (lambda x: (x * 2).sum(), (scores,)))
+    ]
+    assert warps[0] > warps[1]
 
 
 @pytest.mark.parametrize("columns", [64, 1000, 4096, 16384, 32768])
@@ -113,6 +146,7 @@ def test_explain_says_how_a_schedule_was_chosen(backend):
     levels = {level: str(fusejit.jit(softmax, backend=backend, jit_level=level).explain(x)) for level in ("O2", "O3")}
     assert "warp" in levels["O2"] and "schedule of" not in levels["O2"]
     assert "schedule of" in levels["O3"] and "model's choice" in levels["O3"]
+    assert all("us by the model" in text and "at the memory's speed" in text for text in levels.values())
 
 
 def test_nothing_is_measured_while_the_caller_records(monkeypatch):

@@ -88,9 +88,9 @@ def test_spills_and_idle_multiprocessors_are_seen(softmax):
 
 def test_bytes_beyond_the_limit_are_seen(softmax):
     case = next(c for c in CASES if c.id == "softmax-forward-bfloat16-16384x4096")
-    least = static.minimum(case)
-    assert criteria.of_case(case, [softmax], least) == []
-    assert "moves 2.00 times the least" in criteria.of_case(case, [softmax], least // 2)[0]
+    read, written = static.least(case)
+    assert criteria.of_case(case, [softmax], read, written) == []
+    assert "moves 2.00 times the least" in criteria.of_case(case, [softmax], read // 2, written // 2)[0]
 
 
 def test_an_argument_that_is_not_loaded_is_seen(softmax):
@@ -108,3 +108,20 @@ def test_a_row_with_a_fallback_is_a_failure():
     assert row.violations == ["failed: CompileError: no"]
     figures = static.Figures(2, 0, 1, 0, 1, 0.0, 0.0)
     assert static.Row(CASES[0], 1, figures, replace(figures, launches=1)).violations == ["2 launches, torch.compile 1"]
+
+
+def test_more_bytes_than_the_peers_are_a_violation():
+    figures = static.Figures(1, 0, 1, 0, 1, 0.0, 0.0, bytes_moved=10_000_000)
+    row = lambda theirs: static.Row(CASES[0], 1, figures, replace(figures, bytes_moved=theirs))  # noqa: E731
+    assert row(8_000_000).violations == ["10.0 MB moved, torch.compile 8.0"]
+    assert row(9_990_000).violations == row(None).violations == []
+
+
+def test_a_workspace_of_the_peers_is_written_and_read():
+    """What torch.compile generates for the sums of rows and columns at once; its own count has neither the bytes nor the launches."""
+    source = """
+            workspace_0 = empty_strided_cuda((8388608, ), (1, ), torch.float32)
+            buf3 = workspace_0[0 * (1024) * (4096) : (0 + 1) * (1024) * (4096)].view(1024, 4096).sum(dim=0).view([4096])
+            buf5 = workspace_0[1 * (1024) * (4096) : (1 + 1) * (1024) * (4096)].view(1024, 4096).sum(dim=0).view([4096])
+    """
+    assert static._workspaces(source) == 2 * 8388608 * 4 and len(static.SUMMED.findall(source)) == 2

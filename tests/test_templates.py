@@ -153,7 +153,7 @@ def test_norm_backward_reads_x_and_dy_once(norm, rows, columns):
     assert mixed.wide_loads >= 2 or columns % 8
 
 
-@pytest.mark.parametrize("rows, columns, most", [(8192, 4096, 132), (32768, 4096, 264), (262_144, 256, 2112), (4096, 1024, 528)])
+@pytest.mark.parametrize("rows, columns, most", [(8192, 4096, 132), (32768, 4096, 264), (262_144, 256, 528), (4096, 1024, 528)])
 def test_partial_results_are_few(rows, columns, most):
     """As many programs as keep the memory busy, and no more: their partial results are a small part of what the rows move."""
     x, w, row = meta(rows, columns), meta(columns), meta(rows, 1, dtype=F32)
@@ -406,6 +406,15 @@ def test_weights_of_channels_in_a_loop(looped, each):
     jitted = compare(lambda x, w, b: group_norm_silu(x, w, b, 2), args)
     (kernel,) = jitted.program(*args).kernels
     assert kernel.template == "reduction_looped" and ("fj.along" in kernel.source) == (each == 64)
+
+
+def test_long_segments_in_a_loop_are_added_up_tile_by_tile(looped, monkeypatch):
+    """Beside many elements a thread has no room for as many sums: one for each row of the tile, in the same loop."""
+    monkeypatch.setattr("fusejit.codegen.cost.LONG_TILE", 1)
+    args = [torch.randn(n).requires_grad_() for n in ((70, 6, 100), 6, 6)]
+    jitted = compare(lambda x, w, b: group_norm_silu(x, w, b, 2), args, [torch.randn(70, 6, 100)])
+    source = jitted.explain(*args).backward.kernels[0].source
+    assert "tl.full([XBLOCK, 1], 0, tl.float32)" in source and "tl.full([XBLOCK, RBLOCK]" not in source
 
 
 @pytest.mark.parametrize("columns", [1024, 1023], ids=str)

@@ -6,10 +6,12 @@ In: a cluster, its possible schedules and a device. Out: `Choice`: the quickest 
     268.4 MB, 89.5 us at the memory's speed, H100
     XBLOCK 1 RBLOCK 8192, 8 warps: 8192 programs, 4 a multiprocessor, 64 registers, waits 32.3 us -> 91.5 us  chosen
     XBLOCK 1 RBLOCK 8192, 16 warps: ...
+    waits in us: 1.0 for memory; 0.01 a value of a thread, ...
+    H100: 132 multiprocessors of 65536 registers, 3.0 TB/s, ...
 
 The model: a launch takes the longer of two times. Its bytes over the memory's bandwidth; and its waits: each program waits for memory once
 (a loop once an iteration, less with stages), for each value of a thread and for its warps at each reduction, and as many programs wait
-together as fit on the device. What a row reads again comes from L2.
+together as fit on the device. What a row reads again comes from L2. Every constant below stands in the text of each `Choice`.
 """
 
 from __future__ import annotations
@@ -22,18 +24,25 @@ from importlib.resources import files
 
 import torch
 
-from .cluster import Cluster, Load, Reduce
-from .keep import kept_values
+from .cluster import Cluster, Load
 from .layout import Layout
+from .live import held_values, walked
 from .size import product
 
 DEFAULT = "sm_90"
+LONG_TILE = 32  # elements of a thread from which a loop over segments keeps one sum for all of them
 FIXED = 32  # registers of a kernel besides its values
 MEMORY_WAIT = 1.0  # microseconds until a load of a busy memory arrives
 WARP_WAIT = 0.1  # microseconds that a reduction within warps takes
 BARRIER_WAIT = 0.05  # more, for each doubling of the warps that have to meet
 ISSUE_WAIT = 0.01  # microseconds for each value of a thread
+GATHER_WAIT = 0.02  # more, for each that is loaded by itself: it stands where another value says, or is one for a row
 ALONE = 1.5  # one program of 16 warps draws so many times a multiprocessor's share of the memory
+CONSTANTS = (
+    f"waits in us: {MEMORY_WAIT} for memory; {ISSUE_WAIT} a value of a thread, {GATHER_WAIT} more for each loaded alone; "
+    f"a reduction {WARP_WAIT} and {BARRIER_WAIT} each doubling of the warps; {FIXED} registers besides values; "
+    f"a program draws {ALONE} shares of the memory"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +92,22 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The candidates, best first; `memory_us` is what their bytes take at the memory's speed."""
+    """The candidates, best first; `memory_us` is what their bytes take at the memory's speed. As text with every constant of the model."""
 
-    device: str
+    device: Device
     bytes: int
     memory_us: float
     costs: tuple[Cost, ...]
 
     def __str__(self) -> str:
-        head = f"{self.bytes / 1e6:.1f} MB, {self.memory_us:.1f} us at the memory's speed, {self.device}"
-        return "\n".join([head, *(f"{cost}{'  chosen' * (i == 0)}" for i, cost in enumerate(self.costs))])
+        head = f"{self.bytes / 1e6:.1f} MB, {self.memory_us:.1f} us at the memory's speed, {self.device.name}"
+        return "\n".join([head, *(f"{cost}{'  chosen' * (i == 0)}" for i, cost in enumerate(self.costs)), CONSTANTS, str(self.device)])
+
+    @property
+    def expected(self) -> str:
+        """What the model expects of the schedule that it chose, in a few words."""
+        best = self.costs[0]
+        return f"{best.us:.1f} us by the model, {self.memory_us:.1f} at the memory's speed, {best.registers} registers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +133,10 @@ class Device:
     mixed_values: int
     mixed_programs: tuple[tuple[int, int], ...]
 
+    def __str__(self) -> str:
+        memory = f"{self.bandwidth / 1e12:.1f} TB/s, L2 {self.l2_bandwidth / 1e12:.1f} TB/s and {self.l2_bytes / 1e6:.0f} MB"
+        return f"{self.name}: {self.sms} multiprocessors of {self.registers} registers, {memory}, {self.launch_us} us a launch"
+
 
 @cache
 def machine(arch: str | None = None) -> Device:
@@ -142,7 +161,7 @@ def choose(cluster: Cluster, candidates: Sequence[Schedule], device: Device) -> 
     memory = moved / device.bandwidth * 1e6
     costs = [estimate(cluster, s, device, memory, again) for s in candidates]
     ranked = sorted(costs, key=lambda c: (not c.resident, round(c.us, 2), round(c.waits, 2)))
-    choice = Choice(device.name, moved, memory, tuple(ranked))
+    choice = Choice(device, moved, memory, tuple(ranked))
     return replace(ranked[0].schedule, choice=choice)
 
 
@@ -157,27 +176,50 @@ def estimate(cluster: Cluster, tiles: Schedule, device: Device, memory: float, a
     threads = 32 * tiles.num_warps
     each = max(1, tile // threads)
     looped = "RBLOCK" in blocks and blocks["RBLOCK"] < columns
-    live = live_values(cluster, looped) if not tiles.keep else kept_values(cluster) + sum(s.reduces for s in cluster.stores)
-    registers = FIXED + int(each * live)
+    registers = FIXED + _registers(cluster, tiles, each, columns // threads, looped)
     most = min(255, device.registers // threads)
     fit = min(32, 64 // tiles.num_warps, device.registers // (registers * threads)) if registers <= most else 0
     levels = max(cluster.levels.values(), default=0)
     rounds = -(-columns // blocks["RBLOCK"]) * (levels + 1) if looped else 1
     rounds *= -(-rows // (programs * across)) if cluster.programs else 1
     ahead = max(1, min(tiles.num_stages, rounds // (levels + 1) if looped else rounds))  # a loop of one round has nothing to load early
-    wait = rounds * (MEMORY_WAIT / ahead + each * ISSUE_WAIT) + levels * (WARP_WAIT + BARRIER_WAIT * (tiles.num_warps - 1).bit_length())
+    wait = rounds * (MEMORY_WAIT / ahead + each * _issue(cluster, tiles.template)) + levels * (
+        WARP_WAIT + BARRIER_WAIT * (tiles.num_warps - 1).bit_length()
+    )
     small = max(1.0, 16 / (each * _widest(cluster)))  # accesses of less than 16 bytes take more instructions
     waits = wait * small * -(-programs // max(1, device.sms * fit)) if programs > device.sms * max(1, fit) else wait * small
     second = again / device.l2_bandwidth * 1e6 if looped else 0.0
-    share = min(1.0, ALONE * programs / device.sms)
-    return Cost(tiles, programs, fit, registers, waits, device.launch_us + max((memory + second) / share, waits))
+    us = device.launch_us + max((memory + second) / _share(programs, device), waits)
+    return Cost(tiles, programs, fit, registers, waits, us)
 
 
-def live_values(cluster: Cluster, looped: bool) -> int:
-    """Return how many values of its tile a thread keeps at once: those held across reductions, or accumulators, and column sums."""
-    sums = sum(s.reduces for s in cluster.stores)
-    reduces = sum(isinstance(n, Reduce) for n in cluster.order)
-    return sums + (reduces + 1 if looped else max(1, cluster.held) if cluster.reduce else len(cluster.reads))
+def _share(programs: int, device: Device) -> float:
+    """Return the part of the memory's speed that so many programs can draw."""
+    return min(1.0, ALONE * programs / device.sms)
+
+
+def _registers(cluster: Cluster, tiles: Schedule, each: int, row: int, looped: bool) -> int:
+    """Return what a thread's values take: `each` of a tile, and `row` of a whole row, whose column sums a walk keeps beside its tiles."""
+    if looped and cluster.programs:
+        return row * sum(s.reduces for s in cluster.stores) + each * walked(cluster)
+    return each * walked(cluster) if adds_tiles_up(cluster, tiles) else int(each * held_values(cluster, looped, tiles.keep))
+
+
+def adds_tiles_up(cluster: Cluster, tiles: Schedule) -> bool:
+    """Whether a loop over long segments sums each tile to one value: beside so many elements a thread has no room for their sums."""
+    return cluster.segments > 0 and tiles.template == "reduction_looped" and tiles["RBLOCK"] >= LONG_TILE * 32 * tiles.num_warps
+
+
+def _issue(cluster: Cluster, template: str) -> float:
+    """Return the microseconds that a thread takes for each of its values: one that is gathered is checked and loaded by itself."""
+    single = {n for n in _loads(cluster) if n.index} | (row_operands(cluster) if template == "pointwise" else set())
+    return ISSUE_WAIT + GATHER_WAIT * len(single)
+
+
+def row_operands(cluster: Cluster) -> set[Load]:
+    """Return the loads of a pointwise cluster that have one value for all of the innermost axis, and several for the others."""
+    found = [(n, n.layout.strides or (1,)) for n in _loads(cluster) if not n.index]
+    return {n for n, strides in found if not strides[-1] and any(strides)} if len(cluster.axes) > 1 and not cluster.reduce else set()
 
 
 def traffic(cluster: Cluster) -> tuple[int, int]:
@@ -205,7 +247,7 @@ def pays_to_split(cluster: Cluster, passes: int, device: Device) -> bool:
     rows, columns = product(cluster.parallel), product(cluster.reduce)
     read = sum(n.dtype.itemsize for n in full(cluster)) * rows * columns
     written = sum(s.dtype.itemsize for s in cluster.stores if any((s.layout.strides or ())[len(cluster.parallel) :])) * rows * columns
-    share = min(1.0, ALONE * rows / device.sms)  # of the memory that so many programs can keep busy
+    share = _share(rows, device)
     whole = (read + written) / (device.bandwidth * share) + (passes - 1) * read / (device.l2_bandwidth * share)
     fits = read <= device.l2_bytes
     pieces = (read + written) / device.bandwidth

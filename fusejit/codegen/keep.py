@@ -9,6 +9,7 @@ Each pass over the row then widens them again (`fj.again`), an instruction a val
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -21,20 +22,28 @@ def along_row(roots: Iterable[Expr], cluster: Cluster) -> list[Expr]:
     return [n for n in postorder(roots, lambda n: () if isinstance(n, Reduce) else children(n)) if cluster.full[n]]
 
 
-def kept(cluster: Cluster) -> tuple[Load, ...]:
-    """Return the loads of each row that a pass reads and a later one reads again; what is the same for all rows is not kept."""
+def by_pass(cluster: Cluster) -> list[list[Expr]]:
+    """Return what varies along the row and is needed in each pass over it: of its reductions and of its stores."""
     roots: dict[int, list[Expr]] = {}
     for node in cluster.order:
         if isinstance(node, Reduce):
             roots.setdefault(cluster.levels[node] - 1, []).extend(node.args)
     for store in cluster.stores:
-        roots.setdefault(cluster.levels[store.value], []).append(store.value)
-    used: dict[Load, set[int]] = {}
-    for level, values in roots.items():
-        for node in along_row(values, cluster):
-            if isinstance(node, Load) and _can_be_kept(node) and any((node.layout.strides or ())[: len(cluster.parallel)]):
-                used.setdefault(node, set()).add(level)
-    return tuple(n for n in cluster.order if isinstance(n, Load) and len(used.get(n, ())) > 1)
+        roots.setdefault(cluster.levels[store.value], []).extend([store.value, *(e for e, _ in store.index)])
+    return [along_row(roots.get(level, ()), cluster) for level in range(max(roots, default=-1) + 1)]
+
+
+def used_again(cluster: Cluster) -> set[Expr]:
+    """Return what several passes over the row need."""
+    seen = Counter(node for nodes in by_pass(cluster) for node in nodes)
+    return {node for node, count in seen.items() if count > 1}
+
+
+def kept(cluster: Cluster) -> tuple[Load, ...]:
+    """Return the loads of each row that a pass reads and a later one reads again; what is the same for all rows is not kept."""
+    again, split = used_again(cluster), len(cluster.parallel)
+    loads = [n for n in cluster.order if isinstance(n, Load) and n in again and _can_be_kept(n)]
+    return tuple(n for n in loads if any((n.layout.strides or ())[:split]))
 
 
 def kept_values(cluster: Cluster) -> float:

@@ -21,12 +21,13 @@ PROGRAM = "tl.program_id({axis}){wide} * {block}"
 BEGINS: dict[str, dict[str, str]] = {
     "pointwise": {"x": PROGRAM.replace("{axis}", "0")},
     "pointwise_2d": {"y": PROGRAM.replace("{axis}", "1"), "x": PROGRAM.replace("{axis}", "0")},
+    "pointwise_row": {"x": "first"},
     "reduction_persistent": {"x": PROGRAM.replace("{axis}", "0"), "r": "0"},
     "reduction_looped": {"x": PROGRAM.replace("{axis}", "0"), "r": "start"},
     "reduction_mixed": {"x": "first", "r": "@ * RBLOCK"},
 }
 COLUMN, ROW = "[:, None]", "[None, :]"
-SIDES: dict[str, dict[str, str]] = {"pointwise": {"x": ""}, "pointwise_2d": {"y": COLUMN, "x": ROW}}
+SIDES: dict[str, dict[str, str]] = {"pointwise": {"x": ""}, "pointwise_row": {"x": ""}, "pointwise_2d": {"y": COLUMN, "x": ROW}}
 REDUCTION = {"x": COLUMN, "r": ROW}
 
 

@@ -22,6 +22,7 @@ from .schedule import order, refused_walk, schedule
 from .size import product
 from .split import combined
 
+NEAR = 0.5  # microseconds more than the least: no difference that the model can tell, so the device may as well have more under way
 MUCH = 8  # partial results, written and read again, stay below a quarter of what the rows move
 
 
@@ -86,7 +87,8 @@ def _programs(mixed: Cluster, device: Device) -> int:
     rows, columns = product(mixed.parallel), product(mixed.reduce)
     times = next((k for limit, k in device.mixed_programs if columns // 16 * 16 <= limit), 1)  # the ends of odd rows are no part of a tile
     ordered = order(mixed).coalesced
-    partial = columns * sum(s.dtype.itemsize for s in ordered.stores if s.reduces)
+    sums = [s for s in ordered.stores if s.reduces]
+    partial = columns * sum(s.dtype.itemsize for s in sums)
     found = []
     while times:
         programs = min(rows, times * device.sms)
@@ -94,9 +96,22 @@ def _programs(mixed: Cluster, device: Device) -> int:
         assert choice is not None
         if times == 1 or MUCH * programs * partial <= choice.bytes:
             whole = peel(replace(ordered, programs=programs)) is None  # rows of one program may begin at odd addresses of all kinds
-            found.append((whole, round(choice.costs[0].us + programs * partial / device.bandwidth * 1e6, 2), programs))
+            found.append((whole, choice.costs[0].us + _finish(sums, columns, programs, device), choice.costs[0].waits, programs))
         times //= 2
-    return min(found)[2]
+    best = min(found)
+    near = [(waits, programs) for odd, us, waits, programs in found if odd == best[0] and us <= best[1] + NEAR]
+    return min(near)[1]
+
+
+def _finish(sums: list[Store], columns: int, programs: int, device: Device) -> float:
+    """Return the microseconds of the second kernel, which has few programs where rows are short: it reads every partial result."""
+    axes = (columns, programs)
+    loads = [load(s.buffer, strided(axes, [1, columns]), s.dtype) for s in sums]
+    totals = [reduction(s.mode, n, dtype=s.dtype) for s, n in zip(sums, loads, strict=True)]
+    stores = [Store(f"{s.buffer}'", strided(axes, [1, 0]), total, s.dtype) for s, total in zip(sums, totals, strict=True)]
+    choice = schedule(Cluster.build(axes[:1], axes[1:], stores, ()), device)[1].choice
+    assert choice is not None
+    return choice.costs[0].us
 
 
 def _partial(two: Cluster, nodes: list[Reduce], names: list[str], programs: int, buffers: dict[str, Buffer]) -> list[Buffer]:

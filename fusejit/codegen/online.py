@@ -135,9 +135,13 @@ def in_one_pass(cluster: Cluster) -> tuple[dict[Expr, int], dict[Expr, Shifted]]
     return levels, found
 
 
-def last_reads(cluster: Cluster) -> dict[str, int]:
-    """Return {buffer: the last pass over a row that loads it}, as a looped kernel passes over rows; a store's pass is its value's level."""
-    levels, found = in_one_pass(cluster)
+def last_reads(cluster: Cluster, one_pass: bool = True) -> dict[str, int]:
+    """Return {buffer: the last pass over a row that loads it}; a store's pass is its value's level.
+
+    Args:
+        one_pass: whether shifted sums are taken together with what they are shifted by, as a loop does.
+    """
+    levels, found = in_one_pass(cluster) if one_pass else (cluster.levels, {})
     taken = [(levels[n] - 1, a) for n in cluster.order if isinstance(n, Reduce) for a in ((found[n].value,) if n in found else n.args)]
     result: dict[str, int] = {}
     for level, root in (*taken, *((levels[s.value], r) for s in cluster.stores for r in (s.value, *(e for e, _ in s.index)))):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from .cluster import Cluster
+from .cluster import Cluster, Expr
 from .kernel import Kernel
 from .lower import Buffer, Extern, Lowered, refs
 from .online import in_one_pass, last_reads
@@ -102,7 +102,7 @@ def _in_place(step: Cluster | Foreach, kernel: Kernel, dying: set[str], made: li
         for member in step.members:
             found |= _in_place(member, kernel, own & member.reads.keys(), made, buffers)
         return found
-    levels, last = (in_one_pass(step)[0], last_reads(step)) if _in_passes(step, kernel) else ({}, {})
+    levels, last = _passes(step, kernel)
     for store in step.stores:
         if store.buffer not in made or store.index or store.mode or (isinstance(step, Cluster) and step.one_a_segment(store)):
             continue
@@ -117,10 +117,12 @@ def _in_place(step: Cluster | Foreach, kernel: Kernel, dying: set[str], made: li
     return found
 
 
-def _in_passes(step: Cluster, kernel: Kernel) -> bool:
-    """Whether a kernel reads rows again rather than keep them in registers."""
+def _passes(step: Cluster, kernel: Kernel) -> tuple[dict[Expr, int], dict[str, int]]:
+    """Return the pass that has each value, and {operand: the last pass that loads it}; nothing of a kernel that loads a row once."""
     walks = kernel.template == "reduction_mixed" and product(step.reduce) > kernel.schedule["RBLOCK"]
-    return walks or kernel.template == "reduction_looped"
+    if walks or kernel.template == "reduction_looped":
+        return in_one_pass(step)[0], last_reads(step)
+    return (step.levels, last_reads(step, one_pass=False)) if kernel.schedule.keep else ({}, {})
 
 
 def _alike(one: Buffer, two: Buffer) -> bool:

@@ -8,11 +8,10 @@ In: two clusters and what they would be together. Out: nothing, or `Refused` wit
 
 from __future__ import annotations
 
-from collections import Counter
-
 from .align import Refused
-from .cluster import Cluster, Const, Expr, Iota, Reduce, children
+from .cluster import Cluster, Reduce
 from .cost import FIXED, Device, full
+from .live import at_once
 from .schedule import MAX_ROW, column_reduction, row_tile, schedule
 
 EACH = 8  # elements a thread of a pointwise kernel
@@ -33,22 +32,6 @@ def worth_it(a: Cluster, b: Cluster, merged: Cluster, device: Device) -> None:
         costs = [_cost(c, device) for c in (merged, a, b)]
         if costs[0] > costs[1] + costs[2]:
             raise Refused(f"one kernel takes {costs[0]:.1f} us, two take {costs[1]:.1f} and {costs[2]:.1f} us")
-
-
-def at_once(cluster: Cluster) -> int:
-    """Return the most values that a thread holds at once: from where each is made to its last reader, results to the end."""
-    order = [n for n in cluster.order if not isinstance(n, (Const, Iota))]
-    last: dict[Expr, int] = {}
-    for place, node in enumerate(order):
-        for operand in children(node):
-            last[operand] = place
-    last |= dict.fromkeys(cluster.roots, len(order))
-    ends = Counter(last[node] for node in order)
-    live = most = 0
-    for place in range(len(order)):
-        live += 1 - ends[place]  # a result takes the register of an operand that is read here for the last time
-        most = max(most, live)
-    return most
 
 
 def _leaves_registers(a: Cluster, b: Cluster, merged: Cluster) -> bool:

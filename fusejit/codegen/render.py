@@ -100,6 +100,7 @@ def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
         "reduction_mixed": "both",
         "reduction_looped": "loop",
         "pointwise_2d": "tile",
+        "pointwise_row": "line",
         "pointwise": "flat",
         "foreach": "each",
         "foreach_reduction": "each",
@@ -165,7 +166,7 @@ class Writer:
     def _groups(self) -> dict[str, list[int]]:
         """Return the axes behind each index variable."""
         rank = len(self.cluster.axes)
-        if self.tiles.template == "pointwise_2d":
+        if self.tiles.template in ("pointwise_2d", "pointwise_row"):
             return {"y": list(range(rank - 1)), "x": [rank - 1]}
         return {"x": list(range(self.split)), "r": list(range(self.split, rank))} if self.cluster.reduce else {"x": list(range(rank))}
 
@@ -199,8 +200,14 @@ class Writer:
         if self.cluster.programs:
             return (self.cluster.programs, 1, 1)
         sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
+        if self.tiles.template == "pointwise_row":
+            return (sizes["y"] * self.tiles_of_a_line, 1, 1)
         count = lambda v: -(-hint(sizes[v]) // self.tiles[f"{v.upper()}BLOCK"]) if v in sizes else 1  # noqa: E731
         return (count("x") * count("y"), 1, 1)
+
+    @property
+    def tiles_of_a_line(self) -> int:
+        return -(-self.cluster.axes[-1] // self.tiles["XBLOCK"])
 
     @property
     def backwards(self) -> str:
@@ -277,6 +284,8 @@ class Writer:
             return self.uneven or many * each % self.tiles["RBLOCK"] != 0
         if self.peel and variable != "x":
             return True
+        if variable == "y" and self.tiles.template == "pointwise_row":
+            return False
         return bool(self.tiles.buckets) or divide(self.extent(variable), self.tiles[f"{variable.upper()}BLOCK"]) is None
 
     def extent(self, variable: str) -> AnySize:
@@ -290,9 +299,10 @@ class Writer:
         raise KeyError(number)
 
     def some_axis(self, layouts: Iterable[Layout]) -> str:
-        """Return an index variable along which one of the layouts runs; "0" if none does."""
-        runs = (a for lay in layouts for a, stride in enumerate(lay.strides or ()) if stride != 0)
-        return next((self.axis(a) for a in runs), "0")
+        """Return an index variable, of those that are a tile, along which one of the layouts runs; "" if none does."""
+        scalar = self.groups["y"] if self.tiles.template == "pointwise_row" else ()
+        runs = (a for lay in layouts for a, stride in enumerate(lay.strides or ()) if stride != 0 and a not in scalar)
+        return next((self.axis(a) for a in runs), "")
 
     def offset(self, layout: Layout, among: list[int] | None = None) -> str:
         """Return an offset as text, or the part of it along some axes (and its constant)."""
@@ -351,6 +361,8 @@ class Writer:
             return fields | {"passes": self.passes(), "span": self.loop(steps), "rows": []}
         if self.tiles.template == "reduction_mixed":
             return fields | self.walk()
+        if self.tiles.template == "pointwise_row":
+            fields["tiles"] = self.tiles_of_a_line
         if self.tiles.keep:
             return fields | {"rows": [self.kept_row()]}
         tape = self.tape()

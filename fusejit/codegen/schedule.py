@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .cluster import Cluster, Iota, Load, Random, Scan, Segment
-from .cost import Device, Schedule, choose, full, machine
+from .cost import Device, Schedule, choose, full, machine, row_operands
 from .crossing import MAX_ROW, at_least, crossing, fast_axis, power_of_two, second_axis, tiles_2d
 from .hinted import hinted
-from .keep import kept_values
+from .keep import kept_values, used_again
 from .layout import permute
 from .ops import OPS
 from .peel import Peel, peel, tile_columns
@@ -26,7 +26,10 @@ from .size import product
 STAGED = 65536  # bytes of shared memory for the stages of a loop
 LONG_LOOP = 1024  # what a loop whose length varies is tiled for, at least
 WARP_VALUES = 32 * 4  # a tile that gives each lane of a warp 16 bytes of float32
-WALKED, WALKED_BYTES = 4096, 32768  # columns of a tile, and bytes of a row that a mixed reduction reads twice; longer ones spill
+WASTE = 4  # the last tile of a row may stand over its end by one part in so many
+WALKED = 4096  # columns of a tile that 16 warps walk with
+WALKED_BYTES = {16: 32768, 8: 65536}  # {warps: bytes of a row that they read twice without spills}
+HELD_BYTES = 163840  # bytes of such a row and of its column sums together
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Template:
 def schedule(cluster: Cluster, device: Device | None = None) -> tuple[Cluster, Schedule]:
     """Return the cluster ready to render, and of the first template that applies the tiles that cost least."""
     device = device or machine()
-    ordered = order(cluster).coalesced
+    ordered = order(cluster.coalesced).coalesced  # joined first: axes that are one in memory are not torn apart for a small operand
     model = hinted(ordered)
     template = next(t for t in TEMPLATES if t.applies(model))
     if model is not ordered:
@@ -58,7 +61,8 @@ def varying(cluster: Cluster, model: Cluster, template: Template, device: Device
     if not isinstance(columns, int) and (column_reduction(model) or template.tiles is _tile_looped):  # as it is for longer ones
         other = replace(model, reduce=(max(length, LONG_LOOP), *(1 for _ in model.reduce[1:])))
         return choose(other, _tile_looped(other, device), device)
-    tiles = choose(model, template.tiles(model, device), device)
+    flat = template.tiles is _tile_row  # a row may come to end within a tile
+    tiles = choose(model, (_tile_pointwise if flat else template.tiles)(model, device), device)
     if tiles.template == "pointwise":  # a block for this call alone would be a small one
         block = max(256, tiles["XBLOCK"])
         return replace(tiles, blocks=(("XBLOCK", block),), num_warps=block // 256)
@@ -114,6 +118,14 @@ def _accesses(cluster: Cluster) -> list[tuple[Any, int, int]]:
 # -- which template --------------------------------------------------------------------------------------------------------------------
 def _pointwise(cluster: Cluster) -> bool:
     return not cluster.reduce
+
+
+def _rows_of_one_value(cluster: Cluster) -> bool:
+    """Operands with one value for each row, and rows long enough for programs of their own that read and check it once, as a scalar."""
+    even = bool(row_operands(cluster)) and cluster.axes[-1] % 8 == 0  # rows of whole groups keep wide loads
+    return (
+        even and bool(_parts(cluster.axes[-1])) and all((s.layout.strides or (0,))[-1] and not (s.index or s.mode) for s in cluster.stores)
+    )
 
 
 def _two_fast_axes(cluster: Cluster) -> bool:
@@ -178,29 +190,33 @@ def _fits(cluster: Cluster) -> bool:
 
 
 def _loaded(cluster: Cluster) -> float:
-    """Return how many 32-bit values a column takes while everything that differs from row to row is being loaded."""
+    """Return how many 32-bit values a column takes while everything that differs from row to row is being loaded.
+
+    What is one value for a run of neighbours is loaded where it is used.
+    """
     split = len(cluster.parallel)
-    rows = {(n.buffer, n.layout): n for n in full(cluster) if any((n.layout.strides or ())[:split])}
+    strides = [(n, n.layout.strides or ()) for n in full(cluster)]
+    rows = {(n.buffer, n.layout): n for n, steps in strides if any(steps[:split]) and (n.index or steps[-1])}
     return sum(n.dtype.itemsize for n in rows.values()) / 4
 
 
 def fits_kept(cluster: Cluster, values: int) -> bool:
-    """Whether a row fits in registers as it was loaded, beside its column sums; random numbers are drawn as the tile is read first."""
-    if (
-        cluster.segments
-        or cluster.varies
-        or peel(cluster)
-        or crossing(cluster) > 1
-        or any(isinstance(n, (Random, Scan)) for n in cluster.order)
-    ):
+    """Whether a row fits in registers as it was loaded, beside its column sums; what several passes need is not drawn again for each."""
+    if cluster.segments or cluster.varies or peel(cluster) or crossing(cluster) > 1 or any(isinstance(n, Scan) for n in cluster.order):
+        return False
+    if any(isinstance(n, Random) for n in used_again(cluster)):
         return False
     split = len(cluster.parallel)
-    if sum(not s.reduces and any((s.layout.strides or ())[split:]) for s in cluster.stores) > 1:
-        return False  # two rows that are written are two rows in float32 at once: that spills
+    written = [s.dtype.itemsize / 4 for s in cluster.stores if not s.reduces and any((s.layout.strides or ())[split:])]
     sums, columns = column_sums(cluster), power_of_two(product(cluster.reduce))
-    # beside column sums a row that only the last pass reads has to find registers, too
-    each = sums + _loaded(cluster) if sums else kept_values(cluster)
-    return columns * each <= values and columns * _loaded(cluster) <= 1.5 * values
+    # beside column sums all that is read along the row has to find registers, too; so has a row that waits while another is written
+    each = (sums + _read(cluster) if sums else kept_values(cluster)) + sum(sorted(written)[:-1])
+    return columns * each <= (1.25 if sums else 1) * values and columns * _loaded(cluster) <= 1.5 * values
+
+
+def _read(cluster: Cluster) -> float:
+    """Return how many 32-bit values a column takes as it was loaded, what is the same for all rows included."""
+    return sum(n.dtype.itemsize for n in {(n.buffer, n.layout): n for n in full(cluster)}.values()) / 4
 
 
 # -- tiles -----------------------------------------------------------------------------------------------------------------------------
@@ -211,6 +227,15 @@ def _tile_pointwise(cluster: Cluster, device: Device) -> list[Schedule]:
     block = 1024 if size >= full * 1024 and buffers <= 8 else 512 if size >= full * 512 else 256
     block = min(block, power_of_two(size))
     return [Schedule("pointwise", (("XBLOCK", block),), max(1, block // 256))]
+
+
+def _tile_row(cluster: Cluster, device: Device) -> list[Schedule]:
+    return [Schedule("pointwise_row", (("XBLOCK", n),), n // 256) for n in _parts(cluster.axes[-1])[:1]]
+
+
+def _parts(columns: int) -> list[int]:
+    """Return the tiles, largest first, that a row is cut into without much standing over its end."""
+    return [n for n in (1024, 512) if -columns % n * WASTE <= columns]
 
 
 def _group(found: Peel | None) -> int:
@@ -270,14 +295,19 @@ def _columns_a_program(most: int, rows: int, device: Device) -> int:
 
 def _tile_mixed(cluster: Cluster, device: Device) -> list[Schedule]:
     columns, rows, group = power_of_two(tile_columns(cluster)), product(cluster.parallel), _group(peel(cluster))
-    across = max(crossing(cluster), min(512 // columns, power_of_two(-(-rows // cluster.programs)))) if not group else 1
-    warps = min(8 if group else 16, max(1, across * columns // 256))  # the ends of a row take registers of their own
     if fits_mixed(cluster, device.mixed_values):
-        blocks = (("XBLOCK", across), ("RBLOCK", columns))
-        return [Schedule("reduction_mixed", blocks, warps, stages, peel=group) for stages in (2, 1)]
+        most, warps = power_of_two(-(-rows // cluster.programs)), 8 if group else 16  # the ends of a row take registers of their own
+        rows_at_once = dict.fromkeys(1 if group else max(crossing(cluster), min(tile // columns, most)) for tile in (512, 1024, 2048))
+        return [
+            Schedule("reduction_mixed", (("XBLOCK", n), ("RBLOCK", columns)), min(warps, max(1, n * columns // 256)), stages, peel=group)
+            for n in rows_at_once
+            for stages in (2, 1)
+        ]
     if fits_kept(cluster, device.mixed_values):
         return [Schedule("reduction_mixed", (("XBLOCK", 1), ("RBLOCK", columns)), 16, keep=True)]
-    return [Schedule("reduction_mixed", (("XBLOCK", 1), ("RBLOCK", WALKED)), warps, 1)]
+    # fewer threads have fewer addresses beside the sums; a row that is too long for them is refused later
+    walks = [warps for warps, most in WALKED_BYTES.items() if _row_bytes(cluster) <= most] or [min(WALKED_BYTES)]
+    return [Schedule("reduction_mixed", (("XBLOCK", 1), ("RBLOCK", WALKED * warps // 16)), warps) for warps in walks]
 
 
 def fits_mixed(cluster: Cluster, values: int) -> bool:
@@ -299,6 +329,12 @@ def _even_columns(cluster: Cluster) -> bool:
     return all(s * n.dtype.itemsize % 16 == 0 for n in full(cluster) for s in (n.layout.strides or ())[split:])
 
 
+def _even_runs(cluster: Cluster) -> bool:
+    """Whether every run of neighbours in a row begins at a multiple of 16 bytes: a copy ahead of any other takes an address an element."""
+    runs = [n for n in full(cluster) if (n.layout.strides or (0,))[-1]]
+    return all(s * n.dtype.itemsize % 16 == 0 for n in runs for s in (n.layout.strides or ())[:-1])
+
+
 def refused_walk(cluster: Cluster, values: int) -> str:
     """Return why no program of a mixed reduction can walk over these rows, "" if one can: once in registers, or twice in a few tiles."""
     columns, sums = product(cluster.reduce), column_sums(cluster)
@@ -308,11 +344,15 @@ def refused_walk(cluster: Cluster, values: int) -> str:
         return f"an operand crosses rows of {columns}: of {crossing(cluster)} of them and their column sums no program keeps a tile"
     if power_of_two(columns) * sums > values:
         return f"{sums} column sums of rows of {columns} do not fit in the registers of a program"
-    if columns * max(n.dtype.itemsize for n in full(cluster)) > WALKED_BYTES:
+    if _row_bytes(cluster) > max(WALKED_BYTES.values()) or _row_bytes(cluster) + 4 * columns * sums > HELD_BYTES:
         return f"rows of {columns} leave a program that keeps their column sums no registers to read them with"
     if not even_rows(cluster):
         return f"rows of {columns} that begin at odd addresses take too many registers, read once and summed both ways"
     return ""
+
+
+def _row_bytes(cluster: Cluster) -> int:
+    return product(cluster.reduce) * max(n.dtype.itemsize for n in full(cluster))
 
 
 def column_sums(cluster: Cluster) -> int:
@@ -338,10 +378,11 @@ def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
         (16 if block < whole else warps, max(block, whole)) for warps, block in ((8, 2048), (8, 4096), (16, 4096), (16, 8192))
     )
     group = _group(peel(cluster))
+    ahead = (1, 2, 3) if group or _even_runs(cluster) else (1,)
     return [
         Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", min(block, max(columns, whole)))), warps, stages, peel=group)
         for warps, block in sizes
-        for stages in (1, 2, 3)
+        for stages in ahead
         if stages == 1 or stages * block * moved <= STAGED
     ]
 
@@ -350,6 +391,7 @@ def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
 TEMPLATES = (
     Template("reduction_mixed", lambda cluster: cluster.programs > 0, _tile_mixed),
     Template("pointwise_2d", _two_fast_axes, tiles_2d),
+    Template("pointwise_row", _rows_of_one_value, _tile_row),
     Template("pointwise", _pointwise, _tile_pointwise),
     Template("reduction_persistent", _persistent, _tile_persistent),
     Template("reduction_looped", lambda cluster: True, _tile_looped),

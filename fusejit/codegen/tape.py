@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Scan, Segment, Store, children, postorder, reduction
+from .cost import adds_tiles_up
 from .lanes import lanes
 from .layout import Layout
 from .online import Shifted, shifted
@@ -98,14 +99,19 @@ class Tape:
         name = self.names[node] = self.fresh()
         lines.append(f"{name} = {value}")
         if isinstance(node, Compute) and node.op == "checked_probability":
-            lines.append(f"fj.check_probability({name}, {self.writer.mask([], columns=self.writer.full[node]) or 'None'})")
+            lines.append(f"fj.check_probability({name}, {self._checked(node) or 'None'})")
         if isinstance(node, Compute) and node.op in ("checked_index", "checked_place"):
-            mask = self.writer.mask([], columns=self.writer.full[node]) or "None"
+            mask = self._checked(node) or "None"
             lines.append(f"fj.check_index({name}, {self.text(node.args[1])}, {mask})")
             if not self.writer.wide:  # in bounds, so 32 bits hold it: half the registers of a long row of indices
                 lines.append(f"{name} = {name}.to(tl.int32)")
                 self.narrow.add(node)
         return lines
+
+    def _checked(self, node: Expr) -> str:
+        """Return where a check counts; a scalar of a row is checked once and not in each column."""
+        rows = self.writer.tiles.template == "pointwise_row"
+        return self.writer.mask(layouts_of([node])) if rows else self.writer.mask([], columns=self.writer.full[node])
 
     def _iota(self, node: Iota) -> list[str]:
         offset = self.writer.offset(node.layout)
@@ -130,8 +136,8 @@ class Tape:
         extra = self.text(node.mask) if node.mask is not None else ""
         along, tested = layouts_of(e for e, _ in node.index), layouts_of([node.mask] if node.mask is not None else [])
         mask = self.writer.mask([node.layout, *along, *tested], extra)
-        if tested and not any(any(lay.strides or ()) for lay in (node.layout, *along)):
-            offset += f" + 0 * {self.writer.some_axis(tested)}"  # one element, masked by a tile: Triton wants a tile of pointers
+        if tested and not self.writer.some_axis((node.layout, *along)):
+            offset += f" + 0 * {self.writer.some_axis(tested) or '0'}"  # one element, masked by a tile: Triton wants a tile of pointers
         more = (f", {mask}" if mask else "") + (f", other={fill_of(node.fill, node.dtype)}" if node.mask is not None else "")
         more += f', eviction_policy="{self.policies[node]}"' if node in self.policies else ""
         return f"tl.load({self.writer.pointers[node.buffer]} + ({offset}){more})"
@@ -262,6 +268,11 @@ class Tape:
             return self.accumulate_shifted(self.writer.online[node], outside, ends)
         names = [self.fresh() for _ in node.args]
         types = [STORAGE[a.dtype].compute for a in node.args]
+        if adds_tiles_up(self.writer.cluster, self.writer.tiles) and len(names) == 1 and not self.writer.online:
+            name = outside.names[node] = self.names[node] = names[0]
+            (value,), (first,), (kind,) = self.guarded(node), _identities(node), types
+            body = [f"{name} = fj.{node.op}_combine({name}, {self._finish(node, [value])})"]
+            return [f"{name} = tl.full([XBLOCK, 1], {first}, {kind})"], body, []
         start = [f"{n} = tl.full([XBLOCK, RBLOCK], {i}, {t})" for n, i, t in zip(names, _identities(node), types, strict=True)]
         values = [self._tile(a) for a in node.args]
         together = f"fj.{node.op}_combine({', '.join((*names, *values))})"
