@@ -58,10 +58,10 @@ def together(work, count: int = 8) -> None:
 
 @pytest.mark.parametrize("mode", ["ast", "trace"])
 def test_first_calls_of_threads_capture_each_kind_once(mode):
-    traced = itertools.count()
+    traced = threading.Semaphore(0)
 
     def f(x):
-        next(traced)
+        traced.release()
         return x * 2
 
     jitted = jit(f, capture_mode=mode, dynamic=False)
@@ -73,7 +73,7 @@ def test_first_calls_of_threads_capture_each_kind_once(mode):
 
     together(work)
     info = jitted.cache_info()
-    assert next(traced) == info.specialisations == info.misses == 3
+    assert traced._value == info.specialisations == info.misses == 3
 
 
 def test_first_calls_of_threads_read_the_bytecode_once():

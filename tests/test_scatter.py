@@ -302,3 +302,19 @@ def test_gradient_of_an_embedding_is_added_where_it_is_made():
     assert not found.backward.externs
     both = next(k for k in found.backward.kernels if k.template == "reduction_mixed")
     assert {s.mode for s in both.cluster.stores} == {"atomic_add", "sum"} and both.n_spills == 0
+
+
+def test_elements_of_a_row_that_are_added_to_one_place(backend):
+    """One kernel sums over the first axis and scatters by places that do not depend on it; another scatters its own sums."""
+
+    def by_position(g, i):
+        return g.new_zeros(4, 5).index_put([i.expand(2, 3)], g, accumulate=True), g.sum(0)
+
+    def sums(g, i):
+        row = g[0]
+        total = row.sum(0)
+        return (g.new_zeros(3, 5).index_put([i], total, accumulate=True), g.new_zeros(3, 5).index_put([i[0]], row[0], accumulate=True))
+
+    g = torch.randn(2, 3, 5)
+    for fn, given in ((by_position, torch.tensor([1, 3, 1])), (sums, torch.tensor([0, 2, 1]))):
+        torch.testing.assert_close(fusejit.jit(fn, backend=backend, fullgraph=True)(g, given), fn(g, given))

@@ -33,7 +33,7 @@ AROUND = frozenset({os.getenv.__code__, Mapping.get.__code__, Mapping.__contains
 """Between a user's call and the one that reads the environment."""
 CLOCKS = frozenset({
     time.time, time.time_ns, time.perf_counter, time.perf_counter_ns, time.monotonic, time.monotonic_ns, time.process_time,
-    time.process_time_ns, time.localtime, time.gmtime, time.strftime, time.sleep, datetime.now, datetime.utcnow, datetime.today,
+    time.process_time_ns, time.localtime, time.gmtime, time.strftime, datetime.now, datetime.utcnow, datetime.today,
     date.today, open, os.urandom, os.listdir, os.stat,
 })  # fmt: skip
 """Functions whose result is another one at each call, and which a graph does not call again."""

@@ -465,8 +465,9 @@ class Writer:
         return result
 
     def runs(self, store: Store) -> bool:
-        """Whether a store goes to another place for each element of the row."""
-        return any((store.layout.strides or ())[self.split :]) or any(self.full[e] for e, _ in store.index)
+        """Whether a store is made for each element of the row: places differ, or all of them are added to one."""
+        places = any((store.layout.strides or ())[self.split :]) or any(self.full[e] for e, _ in store.index)
+        return places or bool(store.mode) and self.full[store.value]
 
     def inputs(self, node: Reduce) -> tuple[Expr, ...]:
         """Return what a loop reads to reduce: a shifted sum needs the values that are shifted, not the shift."""

@@ -384,7 +384,7 @@ class Tape:
         columns = writer.runs(store)
         still = "0 * " if store.index else ""
         for variable, axes in writer.groups.items():  # a group of one element still gives the pointers their tile shape
-            if not any(strides[a] for a in axes) and variable != writer.column:
+            if not any(strides[a] for a in axes) and (variable != writer.column or columns and bool(store.mode)):
                 offset += f" + {still}{variable}"
         target = writer.buffers[store.buffer].written_to or store.buffer
         value = STORAGE[store.dtype].store.format(self.text(writer.rounded.get(store.value, store.value)))

@@ -160,7 +160,7 @@ def again(x):
 @jit
 def atomic_add(place, x, mask):
     """Add `x` to what is in memory; in any order, and before the kernel ends."""
-    tl.atomic_add(place, x, mask, sem="relaxed")
+    tl.atomic_add(place, x + tl.zeros(place.shape, x.dtype), mask, sem="relaxed")  # the interpreter reads past a value that is broadcast
 
 
 @jit
