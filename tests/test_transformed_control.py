@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from front import infinite, no_round, roots, two_names
+from test_select import aliased
 from torch.testing import assert_close
 
 import fusejit
@@ -259,19 +260,10 @@ def test_a_transform_itself_is_jitted(backend):
 # What would give a wrong number is refused.
 
 
-def chosen(x):
-    z = x * 2
-    y = x * 3
-    if x.sum() > 0:
-        y = z
-    y += 1
-    return y + z
-
-
-@pytest.mark.parametrize("fn", [chosen, no_round, two_names], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", [aliased, no_round, two_names], ids=lambda fn: fn.__name__)
 def test_changes_in_place_that_another_name_would_miss(fn):
     rows = torch.tensor([[1.0, 2, 3], [-1, -2, -3]])
-    line = {chosen: "if x.sum() > 0:", no_round: "while y.sum() < 1:", two_names: "while y.sum() < 5:"}[fn]
+    line = {aliased: "if x.sum() > 0:", no_round: "while y.sum() < 1:", two_names: "while y.sum() < 5:"}[fn]
     for call in (lambda x: torch.vmap(fn)(x), lambda x: torch.func.grad(lambda x: fn(x).sum())(x[0])):
         with pytest.raises(fusejit.CaptureError) as caught:
             jit(call, fullgraph=True)(rows)

@@ -71,23 +71,21 @@ def _bytes(node: Node) -> int:
 
 def _below(roots: Iterable[Node]) -> set[Node]:
     """The nodes that depend on any of `roots`, those included."""
-    found, waiting = set[Node](), list(roots)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.users
-    return found
+    return _reached(roots, lambda node: node.users)
 
 
 def _above(roots: Iterable[Node]) -> set[Node]:
     """The nodes that any of `roots` depends on, those included."""
+    return _reached(roots, lambda node: node.all_input_nodes)
+
+
+def _reached(roots: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> set[Node]:
     found, waiting = set[Node](), list(roots)
     while waiting:
         node = waiting.pop()
         if node not in found:
             found.add(node)
-            waiting += node.all_input_nodes
+            waiting += step(node)
     return found
 
 
