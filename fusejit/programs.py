@@ -108,6 +108,7 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     from .autodiff.cumprod import scan_cumprods
     from .autodiff.joint import build
     from .autodiff.region import Toolchain, call_regions
+    from .autodiff.seams import join_seams
     from .codegen import decompose, random
     from .compile import Options
 
@@ -131,6 +132,9 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     tools.change = lambda module: found.rewrites.extend(chunk(module, limit, tools.compiler, flavour))
     graph = rewrite(graph)
     calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
+    if calls and not plain and settings.jit_level != "O1":
+        graph, joined = join_seams(graph, decompositions)
+        found.rewrites.extend(joined)
     built = compose(graph, tensors, tools, compiler) if calls else None
     if built is None:
         graph, regions = call_regions(graph, tools)

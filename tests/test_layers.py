@@ -41,7 +41,7 @@ ORDER = [
     "runtime/torch_c",
     *("autodiff/", "autodiff/attention", "autodiff/cumprod", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
     *("autodiff/rowlocal", "autodiff/rowcall", "autodiff/parts", "autodiff/chunk"),
-    *("autodiff/region", "autodiff/compose"),
+    *("autodiff/region", "autodiff/compose", "autodiff/seams"),
     *("rewrites/ensemble", "rewrites/batch"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
     *("runtime/workers", "runtime/static_launch", "runtime/launch", "runtime/sized", "runtime/tune", "runtime/direct", "runtime/eager"),
