@@ -110,6 +110,7 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     from .autodiff.region import Toolchain, call_regions
     from .autodiff.seams import join_seams
     from .codegen import decompose, random
+    from .codegen.cost import machine
     from .compile import Options
 
     prepare_interpreter(found.backend)
@@ -132,8 +133,8 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     tools.change = lambda module: found.rewrites.extend(chunk(module, limit, tools.compiler, flavour))
     graph = rewrite(graph)
     calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
-    if calls and not plain and settings.jit_level != "O1":
-        graph, joined = join_seams(graph, decompositions)
+    if calls and not plain and settings.jit_level == "O3":  # kernels more, compiled once each: see seams.py
+        graph, joined = join_seams(graph, decompositions, machine(settings.target))
         found.rewrites.extend(joined)
     built = compose(graph, tensors, tools, compiler) if calls else None
     if built is None:

@@ -469,6 +469,43 @@ class Many(nn.Module):
         return {"h": h, "unused": h.cos() * size, "top": h.argmax(-1), "size": size, "flip": (h * 3).t(), "part": (h * 5)[:, 1:3]}
 
 
+@fusejit.lazy_inline
+class Headed(nn.Module):
+    """Two results, with a weight of its own each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.first(x).tanh(), self.second(x).sigmoid()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_results_that_nobody_uses_give_no_gradient(backend, used):
+    """None, as in eager: an optimiser would decay a weight that has a gradient of zeros."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.end = nn.ModuleList([Headed() for _ in range(3)]), nn.Linear(6, 6)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x, aside = block(x)
+            return x, self.end(aside)
+
+    model, x = Model(), leaf(2, 6)
+    fusejit.jit(model, backend=backend, fullgraph=True)(x)[used].sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(x)[used].sum().backward()
+    assert {n for n, g in found.items() if g is None} == {n for n, p in model.named_parameters() if p.grad is None}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[name], p.grad)
+
+
 @pytest.mark.parametrize("mode", ("composed", "traced"))
 def test_many_results(backend, mode):
     """Absent gradients, results without gradients, strides: with the outer graph written down and, where it changes an input, traced."""

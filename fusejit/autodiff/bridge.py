@@ -12,8 +12,10 @@ backward consumes them. Differentiating twice raises.
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,6 +71,15 @@ class Differentiable:
         self.notes: list[tuple[str, str]] = []
         self.function = make_function(self)
 
+    @cached_property
+    def leads(self) -> list[frozenset[int]]:
+        """For each result of the backward, the numbers of the tangents that lead to it."""
+        return leading_to_results(self.halves.backward, self.halves.saved)
+
+    def reached(self, place: int, tangents: Collection[int]) -> bool:
+        """Whether a result of the backward is a gradient where there are only some tangents; eager has none (None) otherwise."""
+        return not self.leads[place] or not self.leads[place].isdisjoint(tangents)
+
     def apply(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the forward; the results are differentiable."""
         if torch._C._is_any_autocast_enabled():
@@ -117,7 +128,8 @@ class Differentiable:
     def unreached(self, strides: tuple) -> frozenset[int]:
         found = self.gone.get(strides)
         if found is None:
-            found = self.gone[strides] = unreached(self.halves.backward, self.halves.saved, strides)
+            there = [number for number, stride in enumerate(strides) if stride is not None]
+            found = self.gone[strides] = frozenset(place for place in range(len(self.leads)) if not self.reached(place, there))
         return found
 
     def run_backward(self, saved: list[Any], tangents: list[Any], shapes: Sequence[Any] = ()) -> tuple:
@@ -164,29 +176,36 @@ def as_traced(tangent: Tensor | None, value: Tensor) -> Tensor:
     return made.zero_() if tangent is None else made.copy_(tangent)
 
 
-def unreached(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> frozenset[int]:
-    """The places among the backward's results that only absent tangents lead to."""
-    depends = _depends(graph, saved, strides)
+LEADS: dict[Any, Callable[[torch.fx.Node], list[set[torch.fx.Node]]]] = {}
+"""{op of several results: node -> for each result the operands that lead to it}; of others all do. Filled by autodiff/region.py."""
+
+
+def leading_to_results(graph: torch.fx.GraphModule, saved: int) -> list[frozenset[int]]:
+    """For each result of a backward, the numbers of the tangents that lead to it."""
+    known = leading(graph, saved)
     results: Any = graph.graph.output_node().args[0]
-    return frozenset(place for place, node in enumerate(results) if isinstance(node, torch.fx.Node) and depends[node] == {False})
+    return [known[node] if isinstance(node, torch.fx.Node) else frozenset() for node in results]
 
 
-def _depends(graph: torch.fx.GraphModule, saved: int, strides: tuple) -> dict[torch.fx.Node, set[bool]]:
-    """Whether tangents that are there, and absent ones, lead to each node."""
+def leading(graph: torch.fx.GraphModule, saved: int) -> dict[torch.fx.Node, frozenset[int]]:
+    """The numbers of the tangents that lead to each node."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    depends: dict[torch.fx.Node, set[bool]] = {node: {stride is not None} for node, stride in zip(inputs[saved:], strides)}
+    found = {node: frozenset({number}) for number, node in enumerate(inputs[saved:])}
     for node in graph.graph.nodes:
-        if node not in depends:
-            depends[node] = set().union(*(depends[source] for source in node.all_input_nodes))
-    return depends
+        if node not in found:
+            sources: Any = node.all_input_nodes
+            if node.target is operator.getitem and node.args[0].target in LEADS:
+                sources = LEADS[node.args[0].target](node.args[0])[node.args[1]]
+            found[node] = frozenset().union(*(found[source] for source in sources))
+    return found
 
 
-def _only_sum(node: torch.fx.Node, depends: dict[torch.fx.Node, set[bool]]) -> torch.fx.Node | None:
+def _only_sum(node: torch.fx.Node, gone: Callable[[torch.fx.Node], bool]) -> torch.fx.Node | None:
     """The one gradient of an fp8 value that there is, where a node adds two: torch adds no fp8 numbers, and eager has nothing to add."""
     value: Any = node.meta.get("val")
     if node.target is not torch.ops.aten.add.Tensor or not value.dtype.is_floating_point or value.dtype.itemsize > 1:
         return None
-    there = [operand for operand in node.all_input_nodes if depends[operand] != {False}]
+    there = [operand for operand in node.all_input_nodes if not gone(operand)]
     return there[0] if len(there) == 1 else None
 
 
@@ -196,7 +215,7 @@ def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple, gone: fr
     names: dict[torch.fx.Node, torch.fx.Node] = {}
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     absent = {node for node, stride in zip(inputs[saved:], strides) if stride is None}
-    depends = _depends(graph, saved, strides)
+    known, numbers = leading(graph, saved), {number for number, stride in enumerate(strides) if stride is None}
     zeros = []
     for node in graph.graph.nodes:
         if node in absent:
@@ -209,7 +228,7 @@ def specialise(graph: torch.fx.GraphModule, saved: int, strides: tuple, gone: fr
                 names[tangent] = made.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
                 names[tangent].meta.update(tangent.meta)
             zeros = []
-        if other := _only_sum(node, depends):
+        if other := _only_sum(node, lambda operand: bool(known[operand]) and known[operand] <= numbers):
             names[node] = names[other]
             continue
         names[node] = made.node_copy(node, names.__getitem__)

@@ -205,8 +205,9 @@ class Backward:
         pattern = "".join("0" if node is None else "1" for node in found)
         values = tuple(node.meta["val"] for node in gradient.halves.backward.graph.output_node().args[0])  # type: ignore[union-attr,misc]
         called = value_node(self.graph.call_function(BACKWARD, (saved, given, f"{known.key}|{pattern}", step.number)), values)
+        there = [number for number, node in enumerate(found) if node is not None]
         for node, place in zip(step.inputs, gradient.halves.gradients, strict=True):
-            if place is not None and node in self.made.differentiable:
+            if place is not None and node in self.made.differentiable and gradient.reached(place, there):
                 self.add(node, value_node(self.graph.call_function(operator.getitem, (called, place)), values[place]))
 
 

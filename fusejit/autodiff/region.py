@@ -28,7 +28,7 @@ from ..capture.cut import Region, Spec, autocast_state, put_back
 from ..codegen.lower import PROGRAMS, dense
 from ..codegen.realize import base
 from ..errors import FusejitError, Unsupported
-from .bridge import Differentiable
+from .bridge import LEADS, Differentiable
 from .joint import Compiler, flat_graph, lift_constants, placeholder_values, trace_joint, why_wrapped
 from .partition import Halves, partition
 
@@ -289,7 +289,11 @@ class Crossing(torch.autograd.Function):
         pattern = "".join("0" if tangent is None else "1" for tangent in tangents)
         given = [tangent for tangent in tangents if tangent is not None]
         found = BACKWARD(list(ctx.saved_tensors), given, f"{known.key}|{pattern}", ctx.number)
-        return (None, None, *[None if place is None else found[place] for place in known.gradient.halves.gradients])
+        there = [number for number, mark in enumerate(pattern) if mark == "1"]
+        reached = [
+            None if place is None or not known.gradient.reached(place, there) else place for place in known.gradient.halves.gradients
+        ]
+        return (None, None, *[None if place is None else found[place] for place in reached])
 
 
 def fake_forward(inputs: list[Tensor], key: str, call: int) -> list[Tensor]:
@@ -335,5 +339,16 @@ def backward_program(args: Sequence[Any], strides: list[tuple[int, ...]]) -> tup
     return f"{known.region.name}_backward", program
 
 
+def leads(node: Node) -> list[set[Node]]:
+    """For each result of a backward call, the tangents that lead to it."""
+    key, _, pattern = str(node.args[2]).partition("|")
+    gradient = COMPILED[key].gradient
+    assert gradient is not None
+    given: Any = node.args[1]
+    there = dict(zip([number for number, mark in enumerate(pattern) if mark == "1"], given, strict=True))
+    return [{there[number] for number in numbers if number in there} for numbers in gradient.leads]
+
+
+LEADS[BACKWARD] = leads
 PROGRAMS[FORWARD] = forward_program
 PROGRAMS[BACKWARD] = backward_program

@@ -172,6 +172,8 @@ class Program:
         """A call of another Program; its results are laid out anew only where they are known to differ from what was traced."""
         lines = [f"{', '.join(map(str, step.outputs))}, = {name}({self._text(step.args[0])})" + (f"  # {step.line}" if step.line else "")]
         for output, ref in zip(step.outputs, step.program.outputs, strict=True):
+            if ref is None:  # the gradient of what only results without gradients read
+                continue
             buffer = self.buffers[str(output)]
             given = step.program.buffers[ref.buffer].strides if ref.shape is None else ref.strides
             if 0 not in buffer.shape and any(a != b and n != 1 for n, a, b in zip(buffer.shape, given, buffer.strides, strict=True)):
