@@ -316,7 +316,7 @@ class Cluster:
     reduce: tuple[int, ...]
     stores: tuple[Store, ...]
     lines: tuple[str, ...] = ()
-    programs: int = 0
+    programs: Any = 0
     varies: bool = False
     cut: int = 0
 
@@ -480,7 +480,7 @@ class Cluster:
             left, right = " ".join(strides[:split]), " ".join(strides[split:])
             return f"  {kind:<6}{name:<12} {left:>16} | {right:<12} {str(dtype).removeprefix('torch.')}{note}"
 
-        by = f" by {self.programs} programs" if self.programs else ""
+        by = f" by {self.programs} programs" if self.programs != 0 else ""
         lines = [f"parallel {' '.join(map(str, self.parallel)) or 1}{by} | reduce {' '.join(map(str, self.reduce)) or 1}"]
         for node in self.order:
             if isinstance(node, Load):

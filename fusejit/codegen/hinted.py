@@ -15,7 +15,7 @@ from typing import Any
 
 from .cluster import Cluster, Const, Expr, Iota, Load, Store, const, iota, load, rewrite
 from .layout import Layout, Mode
-from .size import Size, hint
+from .size import Size, hint, scope, symbols
 
 
 def symbolic(cluster: Cluster) -> bool:
@@ -39,7 +39,7 @@ def hinted(cluster: Cluster) -> Cluster:
         for s in cluster.stores
     ]
     axes = [tuple(map(hint, side)) for side in (cluster.parallel, cluster.reduce)]
-    return replace(cluster, parallel=axes[0], reduce=axes[1], stores=tuple(stores), varies=True)
+    return replace(cluster, parallel=axes[0], reduce=axes[1], stores=tuple(stores), programs=hint(cluster.programs), varies=True)
 
 
 def hinted_buffers(buffers: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -52,6 +52,13 @@ def at(layout: Layout) -> Layout:
     """Return a layout with numbers for sizes."""
     dims = tuple(tuple(Mode(hint(mode.extent), hint(mode.stride)) for mode in dim) for dim in layout.dims)
     return Layout(dims, hint(layout.offset))
+
+
+def narrow(node: Expr) -> bool:
+    """Whether 32 bits hold the number that an expression of sizes stands for, and each part of it; assumed of other sizes."""
+    if not isinstance(node, Const) or not isinstance(node.value, Size) or symbols(node.value) & scope().floats:
+        return True
+    return bool(Size(tuple((monomial, abs(factor)) for monomial, factor in node.value.terms)) < 2**31)
 
 
 def _numbers(node: Expr) -> Expr:
@@ -70,4 +77,4 @@ def _has_size(layout: Layout) -> bool:
     return isinstance(layout.offset, Size) or any(isinstance(n, Size) for dim in layout.dims for m in dim for n in (m.extent, m.stride))
 
 
-__all__ = ["Store", "at", "hinted", "hinted_buffers", "symbolic"]
+__all__ = ["Store", "at", "hinted", "hinted_buffers", "narrow", "symbolic"]

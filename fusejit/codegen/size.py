@@ -190,6 +190,11 @@ def hint(size: AnySize) -> int:
     return evaluate(size, scope().hints) if isinstance(size, Size) else size
 
 
+def most(size: AnySize) -> int:
+    """Return what a size is at most, for all values of its symbols."""
+    return _bounds(size)[1] if isinstance(size, Size) else size
+
+
 def largest(sizes: Iterable[AnySize]) -> AnySize:
     """Return the maximum, by `hint`."""
     return max(sizes, key=hint)

@@ -24,7 +24,7 @@ from .ops import INDEX_IDENTITY, OPS
 from .pattern import SPLITTABLE, Foreach
 from .scans import scans
 from .schedule import column_reduction, columns_at_once
-from .size import product
+from .size import AnySize, product
 
 LONG = {True: 2048, False: 16384}  # elements a result, from which it pays: {column reduction: rows, row reduction: columns}
 PLACES = {"argmax": "amax", "argmin": "amin"}  # a partial result is a value and its place
@@ -188,7 +188,7 @@ class _Partial:
         return reduction("sum", corrected(found.kind, piece, own, shift, more), dtype=dtype)
 
 
-def combined(wide: Cluster, values: dict[Expr, Expr], pieces: int, lines: tuple[str, ...]) -> Cluster:
+def combined(wide: Cluster, values: dict[Expr, Expr], pieces: AnySize, lines: tuple[str, ...]) -> Cluster:
     """Return the cluster that reduces partial results and computes what followed the reduction.
 
     Args:
