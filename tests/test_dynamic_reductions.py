@@ -59,7 +59,7 @@ def small_device(monkeypatch):
     ("make", "columns", "shapes"),
     [
         (layer_norm, 256, [(20,), (2,), (7,), (1,), (0,), (8,), (50,)]),
-        (layer_norm, 257, [(11,), (40,)]),
+        (layer_norm, 257, [(11,), (3,), (40,)]),
         (layer_norm, 5000, [(12,), (3,)]),
         (rms_norm, 96, [(3, 5), (2, 2), (2, 1), (7, 5), (0, 4)]),
         (rms_norm, 64, [(3,), (60,)]),
@@ -81,6 +81,8 @@ def test_row_and_column_sums_of_any_number_of_rows(make, columns, shapes, small_
         fixed = halves(jit(plain, backend="interpret", dynamic=False), x, w, b)
         assert [p.launches for p in varying] == [p.launches for p in fixed] == [1, 2]
         assert bytes_moved(varying) == bytes_moved(fixed)
+        cuts = [[k.schedule.peel for half in found for k in half.kernels] for found in (varying, fixed)]
+        assert cuts[0] == cuts[1] == ([4, 4, 0] if columns == 257 else [0, 0, 0])
     assert jitted.cache_info().fallbacks == 0
 
 

@@ -308,7 +308,7 @@ class Store:
 class Cluster:
     """One kernel: parallel extents, reduce extents, stores. Every layout inside spans (*parallel, *reduce), one stride per axis.
 
-    `programs` is 0, or the number of programs that share the rows between them (mixed reductions). `varies`: the extents are those of one
+    `programs` is 0, or the number of programs that share the rows between them (mixed reductions). `varies`: the rows are those of one
     call, and stand for others (hinted.py). `cut`: how many reduce axes number the segments of a row where nothing is reduced over them.
     """
 

@@ -134,12 +134,13 @@ class Writer:
         self.cluster, self.tiles, self.buffers, self.pointers = cluster, tiles, buffers, names
         self.exact = numerics == "eager"
         self.split = len(cluster.parallel)
-        self.peel = peel(cluster) if tiles.peel else None
+        rows = hinted(cluster, most_programs=True) if tiles.peel else cluster
+        self.peel = peel(rows) if tiles.peel else None
         self.levels, self.full = cluster.levels, cluster.full
         self.kept: dict[Load, str] = {n: f"row{i}" for i, n in enumerate(kept(cluster))} if tiles.keep else {}
         self.online: dict[Expr, Shifted] = {}
         length = product(cluster.reduce)
-        whole = tile_columns(cluster) if tiles.peel else length
+        whole = tile_columns(rows) if tiles.peel else length
         fixed = isinstance(length, int)  # of a row whose length varies nobody knows how many tiles it has
         self.tiles_a_row = -(-whole // tiles["RBLOCK"]) if cluster.reduce and fixed else 1
         looped = tiles.template == "reduction_looped" and fixed  # a pass more where the length varies

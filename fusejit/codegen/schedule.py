@@ -61,7 +61,7 @@ def varying(cluster: Cluster, model: Cluster, template: Template, device: Device
     columns, length = product(cluster.reduce), product(model.reduce)
     if cluster.programs:
         by = taller(product(cluster.parallel), device)
-        model = replace(tall(model, by), programs=most(cluster.programs) if by > 1 else model.programs)
+        model = tall(replace(model, programs=most(cluster.programs)), by)
     if not isinstance(columns, int) and (column_reduction(model) or template.tiles is _tile_looped):  # as it is for longer ones
         other = replace(model, reduce=(max(length, min(LONG_LOOP, most(columns))), *(1 for _ in model.reduce[1:])))
         return choose(other, _tile_looped(other, device), device)
