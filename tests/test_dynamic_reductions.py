@@ -50,9 +50,9 @@ def spilled(kernels, even):
 
 
 @pytest.fixture
-def small_device(monkeypatch):
-    """A GPU of eight multiprocessors: what takes thousands of rows on a large one is seen with a few."""
-    monkeypatch.setattr(fusejit.compile, "machine", lambda target=None: replace(machine("sm_90"), sms=8))
+def small_device(monkeypatch, request):
+    """A GPU of few multiprocessors: what takes thousands of rows on a large one is seen with a few."""
+    monkeypatch.setattr(fusejit.compile, "machine", lambda target=None: replace(machine("sm_90"), sms=getattr(request, "param", 8)))
 
 
 @pytest.mark.parametrize(
@@ -96,3 +96,68 @@ def test_partial_sums_have_the_size_of_the_call():
         assert "= min(s0, " in backward.source and "by q0 programs" in backward.kernels[0].table
         kernels += backward.kernels
     assert not spilled(kernels, True) and not spilled(kernels[:2], False)
+
+
+class Scaled(torch.nn.Module):
+    """A function of an argument whose sizes vary and of a weight whose sizes do not."""
+
+    def __init__(self, fn, *shape):
+        super().__init__()
+        self.fn, self.weight = fn, torch.nn.Parameter(torch.rand(*shape) + 0.5, requires_grad=False)
+
+    def forward(self, x):
+        return self.fn(x, self.weight)
+
+
+def normed(x, w):
+    y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * w
+    return y, y.abs().amax()
+
+
+SPLIT = {
+    "columns": (
+        lambda x, w: (x * w).sum(0),
+        (24,),
+        [(2100, 24), (2, 24), (17, 24), (1, 24), (0, 24), (5000, 24)],
+        ["looped", "persistent"],
+    ),
+    "several": (lambda x, w: ((x + w).amax(0), x.mean(0)), (9,), [(2051, 9), (3, 9), (2500, 9)], ["looped", "persistent"]),
+    "around": (lambda x, w: (x * w).sum((0, 2)), (8, 1), [(3000, 8, 10), (2, 8, 10), (41, 8, 10)], ["looped", "persistent"]),
+    "all": (lambda x, w: (x * w).sum(), (1,), [(500_000,), (2,), (5,), (700_001,)], ["looped", "persistent"]),
+    "mean": (lambda x, w: (x * w).mean(), (64,), [(8000, 64), (2, 64), (1, 64), (1237, 64)], ["looped", "persistent"]),
+    "place": (lambda x, w: (x * w).argmax(), (1,), [(400_000,), (2,), (100,), (500_001,)], ["looped", "persistent"]),
+    "any": (lambda x, w: (x * w > 6).any(), (1,), [(400_000,), (2,), (100,)], ["looped", "persistent"]),
+    "long rows": (lambda x, w: (x + w).softmax(-1), (120_000,), [(2, 120_000), (3, 120_000)], None),
+    "rows, all": (normed, (512,), [(90, 512), (2, 512), (301, 512)], ["persistent", "looped"]),
+}
+
+
+@pytest.mark.parametrize("small_device", [32], indirect=True)
+@pytest.mark.parametrize("case", SPLIT)
+def test_few_results_of_a_length_that_varies(case, small_device):
+    """The whole device works on a long reduction: as many launches and bytes as for one length, and right for others."""
+    fn, weights, shapes, templates = SPLIT[case]
+    model = Scaled(fn, *weights)
+    jitted = jit(model, backend="interpret", dynamic=True)
+    first, fixed = (jit(model, backend="interpret", dynamic=d).program(torch.randn(shapes[0])) for d in (True, False))
+    assert first.launches == fixed.launches
+    assert first.kernels[0].bytes_read == fixed.kernels[0].bytes_read  # once; there may be more partial results
+    assert templates is None or [k.template for k in first.kernels] == [f"reduction_{name}" for name in templates]
+    for shape in shapes:
+        x = torch.randn(shape)
+        got, want = jitted(x), fn(x.double(), model.weight.double())
+        for mine, theirs in zip(*((y,) if isinstance(y, torch.Tensor) else y for y in (got, want)), strict=True):
+            torch.testing.assert_close(mine.to(theirs.dtype), theirs, rtol=1e-5, atol=1e-3)
+    assert jitted.cache_info().fallbacks == 0
+
+
+@pytest.mark.parametrize("small_device", [32], indirect=True)
+def test_what_is_short_at_first_has_a_variant_that_is_split(small_device):
+    jitted = jit(lambda x: (x * 2).sum(), backend="interpret", dynamic=True)
+    for n in (20, 3, 100_000, 400_000, 7, 300_001):
+        x = torch.randint(-3, 4, (n,)).float()
+        assert jitted(x) == 2 * x.sum()
+    variants = jitted.specialisation(x).built.forward
+    assert [(len(program.kernels), "s0 < 131072" in assumed) for assumed, program in variants.programs] == [(2, False), (1, True)]
+    assert "forward: a variant for s0 < 131072" in str(jitted.explain(x))
+    assert not spilled([k for _, program in variants.programs for k in program.kernels if k.extents], True)

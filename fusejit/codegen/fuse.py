@@ -302,7 +302,7 @@ class _Fusing:
         """Let rows that a kernel holds give their part of a reduction of everything."""
         for j in list(self.steps):
             step = self.steps.get(j)
-            if isinstance(step, Cluster) and step.reduce and product(step.parallel) == 1 and not symbolic(step):
+            if isinstance(step, Cluster) and step.reduce and product(step.parallel) == 1:
                 near = {self.producer[name] for name in reads(step) if name in self.producer}
                 near |= {k for name in (*reads(step), *writes(step)) for k in self.readers.get(name, ())}
                 for i in sorted(near - {j}, key=lambda i: (-self.shared(i, j), i)):
@@ -312,7 +312,7 @@ class _Fusing:
     def by_rows(self, i: int, j: int) -> bool:
         """Try step `j`, a reduction of everything, in the kernel of step `i`."""
         rows, step = self.steps.get(i), self.steps.get(j)
-        if not isinstance(rows, Cluster) or not isinstance(step, Cluster) or symbolic(rows) or not fits_rows(step, rows):
+        if not isinstance(rows, Cluster) or not isinstance(step, Cluster) or not fits_rows(step, rows):
             return False
         if i in self.tails or j in self.tails:
             return False
@@ -324,7 +324,7 @@ class _Fusing:
             one, two = align(pieces, rows) if first == j else align(rows, pieces)
             merged = join(one, two)
             _check(one, two, merged, buffers)
-            worth_it(one, two, merged, self.device)
+            worth_it(hinted(one), hinted(two), hinted(merged), self.device)
             self.check_partial(i, j, buffers)
         except Refused as refusal:
             self.refused[first, second] = str(refusal)

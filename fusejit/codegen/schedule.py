@@ -62,7 +62,11 @@ def varying(cluster: Cluster, model: Cluster, template: Template, device: Device
     if cluster.programs:
         by = taller(product(cluster.parallel), device)
         model = tall(replace(model, programs=most(cluster.programs)), by)
-    if not isinstance(columns, int) and (column_reduction(model) or template.tiles is _tile_looped):  # as it is for longer ones
+    # of few rows of one pass none gains from registers, and each may be long: pieces of one that was split are such rows
+    few = isinstance(product(cluster.parallel), int) and product(cluster.parallel) <= 2 * device.sms and not model.held
+    if not isinstance(columns, int) and (
+        column_reduction(model) or template.tiles is _tile_looped or few and model.reduce
+    ):  # as for longer ones
         other = replace(model, reduce=(max(length, min(LONG_LOOP, most(columns))), *(1 for _ in model.reduce[1:])))
         return choose(other, _tile_looped(other, device), device)
     flat = template.tiles is _tile_row  # a row may come to end within a tile

@@ -263,7 +263,8 @@ def _divided(function: str, a: AnySize, b: AnySize) -> AnySize:
         if isinstance(a, int):
             return whole + a // b if function == "floordiv" else a % b
     if function == "floordiv":
-        ends = (0, _bounds(a)[1]) if _bounds(a)[0] >= 0 and _bounds(b)[0] > 0 else UNKNOWN
+        (low, high), (least, largest) = _bounds(a), _bounds(b)
+        ends = (low // largest, high // least) if low >= 0 and least > 0 else UNKNOWN
         return whole + scope().atom(f"{a:} // {b:}", hint(a) // hint(b), *ends)
     ends = (0, _bounds(b)[1] - 1) if _bounds(b)[0] > 0 else UNKNOWN
     return scope().atom(f"{a:} % {b:}", hint(a) % hint(b), *ends)
