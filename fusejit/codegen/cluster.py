@@ -308,7 +308,7 @@ class Store:
 class Cluster:
     """One kernel: parallel extents, reduce extents, stores. Every layout inside spans (*parallel, *reduce), one stride per axis.
 
-    `programs` is 0, or the number of programs that share the rows between them (mixed reductions). `varies`: the extents are those of one
+    `programs` is 0, or the number of programs that share the rows between them (mixed reductions). `varies`: the rows are those of one
     call, and stand for others (hinted.py). `cut`: how many reduce axes number the segments of a row where nothing is reduced over them.
     """
 
@@ -316,7 +316,7 @@ class Cluster:
     reduce: tuple[int, ...]
     stores: tuple[Store, ...]
     lines: tuple[str, ...] = ()
-    programs: int = 0
+    programs: Any = 0
     varies: bool = False
     cut: int = 0
 
@@ -480,7 +480,7 @@ class Cluster:
             left, right = " ".join(strides[:split]), " ".join(strides[split:])
             return f"  {kind:<6}{name:<12} {left:>16} | {right:<12} {str(dtype).removeprefix('torch.')}{note}"
 
-        by = f" by {self.programs} programs" if self.programs else ""
+        by = f" by {self.programs} programs" if self.programs != 0 else ""
         lines = [f"parallel {' '.join(map(str, self.parallel)) or 1}{by} | reduce {' '.join(map(str, self.reduce)) or 1}"]
         for node in self.order:
             if isinstance(node, Load):

@@ -25,9 +25,9 @@ from .pattern import Foreach, pattern, places
 from .pressure import worth_it
 from .realize import MAX_WEIGHT, weight
 from .scans import out_of_order, scans
-from .schedule import column_reduction
+from .schedule import column_reduction, taller
 from .segments import check_segments, in_segments
-from .size import hint, product
+from .size import hint, most, product
 from .whole import by_rows, fits_rows
 
 MAX_BUFFERS = 48  # arguments of one kernel
@@ -269,7 +269,7 @@ class _Fusing:
 
     def mix(self) -> None:
         """Join what is left of row and column reductions over the same elements, the pair that saves most first."""
-        rows, columns = self.by_direction()  # one row length, one number of rows: of those that vary there are no kernels yet
+        rows, columns = self.by_direction()  # one row length, one number of rows
         pairs = [(i, j) for i, key in rows.items() for j in columns.get(key[::-1], ()) if i != j and self.shared(i, j)]
         for i, j in sorted(pairs, key=lambda pair: -self.shared(*pair)):
             if i not in self.steps or j not in self.steps or i in self.tails or j in self.tails:
@@ -285,13 +285,13 @@ class _Fusing:
         rows: dict[int, tuple[int, int]] = {}
         columns: dict[tuple[int, int], list[int]] = {}
         for i, step in self.steps.items():
-            if not isinstance(step, Cluster) or scans(step) or symbolic(step):
+            if not isinstance(step, Cluster) or scans(step):
                 continue
             if any(isinstance(n, Reduce) for n in step.order):
                 key = product(step.parallel), product(step.reduce)
-                if column_reduction(step):
+                if column_reduction(hinted(step)):
                     columns.setdefault(key, []).append(i)
-                else:
+                elif isinstance(key[1], int):  # how many rows there are may vary, their length decides which template holds them
                     rows[i] = key
         return rows, columns
 
@@ -302,7 +302,7 @@ class _Fusing:
         """Let rows that a kernel holds give their part of a reduction of everything."""
         for j in list(self.steps):
             step = self.steps.get(j)
-            if isinstance(step, Cluster) and step.reduce and product(step.parallel) == 1 and not symbolic(step):
+            if isinstance(step, Cluster) and step.reduce and product(step.parallel) == 1:
                 near = {self.producer[name] for name in reads(step) if name in self.producer}
                 near |= {k for name in (*reads(step), *writes(step)) for k in self.readers.get(name, ())}
                 for i in sorted(near - {j}, key=lambda i: (-self.shared(i, j), i)):
@@ -312,7 +312,7 @@ class _Fusing:
     def by_rows(self, i: int, j: int) -> bool:
         """Try step `j`, a reduction of everything, in the kernel of step `i`."""
         rows, step = self.steps.get(i), self.steps.get(j)
-        if not isinstance(rows, Cluster) or not isinstance(step, Cluster) or symbolic(rows) or not fits_rows(step, rows):
+        if not isinstance(rows, Cluster) or not isinstance(step, Cluster) or not fits_rows(step, rows):
             return False
         if i in self.tails or j in self.tails:
             return False
@@ -324,7 +324,7 @@ class _Fusing:
             one, two = align(pieces, rows) if first == j else align(rows, pieces)
             merged = join(one, two)
             _check(one, two, merged, buffers)
-            worth_it(one, two, merged, self.device)
+            worth_it(hinted(one), hinted(two), hinted(merged), self.device)
             self.check_partial(i, j, buffers)
         except Refused as refusal:
             self.refused[first, second] = str(refusal)
@@ -339,13 +339,15 @@ class _Fusing:
         buffers = dict(self.lowered.buffers)
         merged, tail = mix(row, column, first == j, buffers, self.device)
         _check(row, column, merged, buffers)
-        self.check_partial(i, j, buffers)
+        self.check_partial(i, j, buffers, taller(product(row.parallel), self.device))
         self.in_two(first, second, self.without_dead(merged, i, j), tail, buffers)
 
-    def check_partial(self, i: int, j: int, buffers: dict[str, Buffer]) -> None:
+    def check_partial(self, i: int, j: int, buffers: dict[str, Buffer], by: int = 1) -> None:
+        """Refuse partial results that cost more than they save, of `by` times as many rows as there are in this call."""
         partial = sum(b.bytes for name, b in buffers.items() if name not in self.lowered.buffers)
-        if 2 * partial >= self.shared(i, j):
-            raise Refused(f"partial results of {partial} bytes cost more than reading {self.shared(i, j)} bytes again")
+        made, shared = most(partial) if by > 1 else hint(partial), by * self.shared(i, j)
+        if 2 * made >= shared:
+            raise Refused(f"partial results of {made} bytes cost more than reading {shared} bytes again")
 
     def in_two(self, first: int, second: int, merged: Cluster, tail: Cluster, buffers: dict[str, Buffer]) -> None:
         """Put `merged`, with `tail` behind it, in the place of two steps."""

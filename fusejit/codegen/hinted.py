@@ -15,7 +15,7 @@ from typing import Any
 
 from .cluster import Cluster, Const, Expr, Iota, Load, Store, const, iota, load, rewrite
 from .layout import Layout, Mode
-from .size import Size, hint
+from .size import Size, hint, most, scope, symbols
 
 
 def symbolic(cluster: Cluster) -> bool:
@@ -28,8 +28,12 @@ def symbolic(cluster: Cluster) -> bool:
     return any(numbers) or any(terms) or any(_has_size(layout) for layout in layouts)
 
 
-def hinted(cluster: Cluster) -> Cluster:
-    """Return the cluster with numbers for sizes."""
+def hinted(cluster: Cluster, most_programs: bool = False) -> Cluster:
+    """Return the cluster with numbers for sizes.
+
+    `varies` then says that a row may have another length or stand elsewhere in memory; how many rows there are may vary without it.
+    `most_programs`: of the programs that share the rows the most, which every choice of how a row is cut has to hold for.
+    """
     if not symbolic(cluster):
         return cluster
     roots = [root for store in cluster.stores for root in (store.value, *(e for e, _ in store.index))]
@@ -39,7 +43,12 @@ def hinted(cluster: Cluster) -> Cluster:
         for s in cluster.stores
     ]
     axes = [tuple(map(hint, side)) for side in (cluster.parallel, cluster.reduce)]
-    return replace(cluster, parallel=axes[0], reduce=axes[1], stores=tuple(stores), varies=True)
+    layouts = [leaf.layout for leaf in cluster.leaves] + [store.layout for store in cluster.stores]
+    terms = [s for node in cluster.order if isinstance(node, Load) for _, s in node.index] + [s for x in cluster.stores for _, s in x.index]
+    steps = [n for lay in layouts for n in (lay.offset, *(m.stride for dim in lay.dims for m in dim))]
+    varies = any(isinstance(n, Size) for n in (*cluster.reduce, *steps, *terms))
+    made = replace(cluster, parallel=axes[0], reduce=axes[1], stores=tuple(stores), varies=varies)
+    return replace(made, programs=most(cluster.programs) if most_programs else hint(cluster.programs))
 
 
 def hinted_buffers(buffers: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -52,6 +61,13 @@ def at(layout: Layout) -> Layout:
     """Return a layout with numbers for sizes."""
     dims = tuple(tuple(Mode(hint(mode.extent), hint(mode.stride)) for mode in dim) for dim in layout.dims)
     return Layout(dims, hint(layout.offset))
+
+
+def narrow(node: Expr) -> bool:
+    """Whether 32 bits hold the number that an expression of sizes stands for, and each part of it; assumed of other sizes."""
+    if not isinstance(node, Const) or not isinstance(node.value, Size) or symbols(node.value) & scope().floats:
+        return True
+    return bool(Size(tuple((monomial, abs(factor)) for monomial, factor in node.value.terms)) < 2**31)
 
 
 def _numbers(node: Expr) -> Expr:
@@ -70,4 +86,4 @@ def _has_size(layout: Layout) -> bool:
     return isinstance(layout.offset, Size) or any(isinstance(n, Size) for dim in layout.dims for m in dim for n in (m.extent, m.stride))
 
 
-__all__ = ["Store", "at", "hinted", "hinted_buffers", "symbolic"]
+__all__ = ["Store", "at", "hinted", "hinted_buffers", "narrow", "symbolic"]

@@ -14,12 +14,13 @@ from dataclasses import replace
 from .align import Refused, align, join
 from .cluster import Cluster, Expr, Reduce, Store, load, reduction, view
 from .cost import Device
+from .hinted import hinted
 from .layout import contiguous, permute, strided
 from .lower import Buffer
 from .pattern import SPLITTABLE
 from .peel import peel
-from .schedule import order, refused_walk, schedule
-from .size import product
+from .schedule import order, refused_walk, schedule, tall, taller
+from .size import AnySize, atom, product
 from .split import combined
 
 NEAR = 0.5  # microseconds more than the least: no difference that the model can tell, so the device may as well have more under way
@@ -50,7 +51,7 @@ def mix(row: Cluster, column: Cluster, column_first: bool, buffers: dict[str, Bu
     mixed = join(first, one) if column_first else join(one, first)
     programs = _programs(mixed, device)
     mixed = replace(mixed, programs=programs)
-    reason = refused_walk(mixed, device.mixed_values)
+    reason = refused_walk(hinted(mixed), device.mixed_values)
     if reason:
         raise Refused(reason)
     made = _partial(two, nodes, names, programs, buffers)
@@ -79,14 +80,16 @@ def _is_result(store: Store, cluster: Cluster) -> bool:
     return not any((store.layout.strides or ())[len(cluster.parallel) :]) and not cluster.full[store.value]
 
 
-def _programs(mixed: Cluster, device: Device) -> int:
+def _programs(mixed: Cluster, device: Device) -> AnySize:
     """Return how many programs share the rows: of the device's number for such rows and its halves, the one that costs least.
 
     Each program writes, and the second kernel reads, one partial result of all columns: many programs keep the memory busy, few move less.
+    Where the number of rows varies, what is found here is the most of them; of fewer rows each has a program of its own.
     """
-    rows, columns = product(mixed.parallel), product(mixed.reduce)
+    number, columns = product(mixed.parallel), product(mixed.reduce)
     times = next((k for limit, k in device.mixed_programs if columns // 16 * 16 <= limit), 1)  # the ends of odd rows are no part of a tile
-    ordered = order(mixed).coalesced
+    ordered = tall(hinted(order(mixed).coalesced), taller(number, device))
+    rows = product(ordered.parallel)
     sums = [s for s in ordered.stores if s.reduces]
     partial = columns * sum(s.dtype.itemsize for s in sums)
     found = []
@@ -100,7 +103,7 @@ def _programs(mixed: Cluster, device: Device) -> int:
         times //= 2
     best = min(found)
     near = [(waits, programs) for odd, us, waits, programs in found if odd == best[0] and us <= best[1] + NEAR]
-    return min(near)[1]
+    return min(near)[1] if isinstance(number, int) else atom("min", number, min(near)[1])
 
 
 def _finish(sums: list[Store], columns: int, programs: int, device: Device) -> float:
@@ -114,7 +117,7 @@ def _finish(sums: list[Store], columns: int, programs: int, device: Device) -> f
     return choice.costs[0].us
 
 
-def _partial(two: Cluster, nodes: list[Reduce], names: list[str], programs: int, buffers: dict[str, Buffer]) -> list[Buffer]:
+def _partial(two: Cluster, nodes: list[Reduce], names: list[str], programs: AnySize, buffers: dict[str, Buffer]) -> list[Buffer]:
     columns = product(two.reduce)
     device = next(buffers[s.buffer].device for s in two.stores)
     made = [Buffer(name, (programs, columns), (columns, 1), n.dtype, device) for name, n in zip(names, nodes, strict=True)]

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from .cluster import Cluster, Compute, Const, Expr, Iota, Load, Reduce, Scan, Segment, Store, children
+from .cluster import Cluster, Compute, Expr, Iota, Load, Reduce, Scan, Segment, Store, children
 from .ends import PeeledTape
-from .hinted import hinted, hinted_buffers, symbolic
+from .hinted import hinted, hinted_buffers, narrow, symbolic
 from .keep import along_row, kept
 from .kernel import Kernel, bytes_written, reads_of
 from .layout import Layout, permute
@@ -30,7 +30,7 @@ from .pattern import Foreach
 from .peel import is_flat, peel, tile_columns
 from .schedule import Schedule, power_of_two, second_axis
 from .segments import numbered
-from .size import AnySize, Size, divide, hint, product, scope, scope_names, symbols
+from .size import AnySize, divide, hint, product, scope, scope_names
 from .tape import Tape
 
 INDEX_OPS = {"index_div", "index_mod"}
@@ -48,7 +48,7 @@ def render(cluster: Cluster, tiles: Schedule, buffers: dict[str, Buffer], numeri
     names = {b: f"in{i}" for i, b in enumerate(loaded)} | {b: f"out{i}" for i, b in enumerate(w for w in writes)}
     arguments = tuple(dict.fromkeys((*loaded, *writes)))
     writer = Writer(cluster, tiles, buffers, names, numerics)
-    extents = tuple(writer.extent(v) if v in writer.groups else 1 for v in "xyr") if symbolic(cluster) else ()
+    extents = writer.extents() if symbolic(cluster) else ()
     return finish(cluster, tiles, writer.write(), buffers, arguments, writer.grid(), numerics, extents)
 
 
@@ -73,13 +73,6 @@ def finish(
         fp_fusion=numerics == "fast", arguments=arguments, ops=step.lines, bytes_read=sum(reads_of(model, now).values()),
         bytes_written=bytes_written(model, now), cluster=step, schedule=tiles, sizes=sizes, extents=extents,
     )  # fmt: skip
-
-
-def narrow(node: Expr) -> bool:
-    """Whether 32 bits hold the number that an expression of sizes stands for, and each part of it; assumed of other sizes."""
-    if not isinstance(node, Const) or not isinstance(node.value, Size) or symbols(node.value) & scope().floats:
-        return True
-    return bool(Size(tuple((monomial, abs(factor)) for monomial, factor in node.value.terms)) < 2**31)
 
 
 @cache
@@ -141,12 +134,13 @@ class Writer:
         self.cluster, self.tiles, self.buffers, self.pointers = cluster, tiles, buffers, names
         self.exact = numerics == "eager"
         self.split = len(cluster.parallel)
-        self.peel = peel(cluster) if tiles.peel else None
+        rows = hinted(cluster, most_programs=True) if tiles.peel else cluster
+        self.peel = peel(rows) if tiles.peel else None
         self.levels, self.full = cluster.levels, cluster.full
         self.kept: dict[Load, str] = {n: f"row{i}" for i, n in enumerate(kept(cluster))} if tiles.keep else {}
         self.online: dict[Expr, Shifted] = {}
         length = product(cluster.reduce)
-        whole = tile_columns(cluster) if tiles.peel else length
+        whole = tile_columns(rows) if tiles.peel else length
         fixed = isinstance(length, int)  # of a row whose length varies nobody knows how many tiles it has
         self.tiles_a_row = -(-whole // tiles["RBLOCK"]) if cluster.reduce and fixed else 1
         looped = tiles.template == "reduction_looped" and fixed  # a pass more where the length varies
@@ -198,7 +192,7 @@ class Writer:
 
     def grid(self) -> tuple[int, int, int]:
         if self.cluster.programs:
-            return (self.cluster.programs, 1, 1)
+            return (hint(self.cluster.programs), 1, 1)
         sizes = {v: product(self.cluster.axes[a] for a in axes) for v, axes in self.groups.items()}
         if self.tiles.template == "pointwise_row":
             return (sizes["y"] * self.tiles_of_a_line, 1, 1)
@@ -291,6 +285,11 @@ class Writer:
     def extent(self, variable: str) -> AnySize:
         """How many values an index variable has."""
         return product(self.cluster.axes[a] for a in self.groups[variable])
+
+    def extents(self) -> tuple[AnySize, ...]:
+        """Return how many values x, y and r have; x has a tile for each of the programs that share the rows."""
+        found = tuple(self.extent(v) if v in self.groups else 1 for v in "xyr")
+        return (self.cluster.programs * self.tiles["XBLOCK"], *found[1:]) if self.cluster.programs else found
 
     def axis(self, number: int) -> str:
         for variable, axes in self.groups.items():
@@ -409,7 +408,8 @@ class Writer:
                 finish += [line.replace("@", str(t)) for line in (*again, *last)]
         if self.peel:  # every row of a program begins where its first one does
             finish = ["x = (program + tl.arange(0, 1))[:, None]", *self.coordinates("x"), *self.tile(0), *finish]
-        steps = f"program * XBLOCK, {product(self.cluster.parallel)}, {self.grid()[0]} * XBLOCK"
+        programs = self.cluster.programs if isinstance(self.cluster.programs, int) else "tl.num_programs(0)"
+        steps = f"program * XBLOCK, {product(self.cluster.parallel)}, {programs} * XBLOCK"
         columns = [] if len(tiles) > 1 or self.peel else self.tile(0)
         return {"start": columns + start, "rows": [body], "finish": finish, "span": self.loop(steps)}
 

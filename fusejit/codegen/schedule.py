@@ -21,10 +21,11 @@ from .ops import OPS
 from .peel import Peel, peel, tile_columns
 from .realize import footprint
 from .scans import scans
-from .size import product
+from .size import AnySize, hint, most, product
 
 STAGED = 65536  # bytes of shared memory for the stages of a loop
 LONG_LOOP = 1024  # what a loop whose length varies is tiled for, at least
+MANY_ROWS = 4096  # what rows that are shared by programs are tiled for, where their number varies and the device was not full
 WARP_VALUES = 32 * 4  # a tile that gives each lane of a warp 16 bytes of float32
 WASTE = 4  # the last tile of a row may stand over its end by one part in so many
 WALKED = 4096  # columns of a tile that 16 warps walk with
@@ -58,8 +59,15 @@ def varying(cluster: Cluster, model: Cluster, template: Template, device: Device
     Where a row is kept in registers, there is one for each power of two that its length may fall under.
     """
     columns, length = product(cluster.reduce), product(model.reduce)
-    if not isinstance(columns, int) and (column_reduction(model) or template.tiles is _tile_looped):  # as it is for longer ones
-        other = replace(model, reduce=(max(length, LONG_LOOP), *(1 for _ in model.reduce[1:])))
+    if cluster.programs:
+        by = taller(product(cluster.parallel), device)
+        model = tall(replace(model, programs=most(cluster.programs)), by)
+    # of few rows of one pass none gains from registers, and each may be long: pieces of one that was split are such rows
+    few = isinstance(product(cluster.parallel), int) and product(cluster.parallel) <= 2 * device.sms and not model.held
+    if not isinstance(columns, int) and (
+        column_reduction(model) or template.tiles is _tile_looped or few and model.reduce
+    ):  # as for longer ones
+        other = replace(model, reduce=(max(length, min(LONG_LOOP, most(columns))), *(1 for _ in model.reduce[1:])))
         return choose(other, _tile_looped(other, device), device)
     flat = template.tiles is _tile_row  # a row may come to end within a tile
     tiles = choose(model, (_tile_pointwise if flat else template.tiles)(model, device), device)
@@ -76,6 +84,16 @@ def varying(cluster: Cluster, model: Cluster, template: Template, device: Device
         other = replace(model, reduce=(limit, *(1 for _ in model.reduce[1:])))
         found.append((limit, replace(choose(other, _tile_persistent(other, device), device), choice=None)))
     return replace(tiles, buckets=tuple(found))
+
+
+def taller(rows: AnySize, device: Device) -> int:
+    """Return how many times as many rows tiles are chosen for as the call has that is compiled for: a number that varies may grow."""
+    return 1 if isinstance(rows, int) or hint(rows) >= device.sms else -(-MANY_ROWS // hint(rows))
+
+
+def tall(model: Cluster, by: int) -> Cluster:
+    """Return a cluster with so many times as many rows."""
+    return replace(model, parallel=(by * model.parallel[0], *model.parallel[1:])) if by > 1 else model
 
 
 # -- axes ------------------------------------------------------------------------------------------------------------------------------

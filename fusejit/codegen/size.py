@@ -190,6 +190,11 @@ def hint(size: AnySize) -> int:
     return evaluate(size, scope().hints) if isinstance(size, Size) else size
 
 
+def most(size: AnySize) -> int:
+    """Return what a size is at most, for all values of its symbols."""
+    return _bounds(size)[1] if isinstance(size, Size) else size
+
+
 def largest(sizes: Iterable[AnySize]) -> AnySize:
     """Return the maximum, by `hint`."""
     return max(sizes, key=hint)
@@ -258,7 +263,8 @@ def _divided(function: str, a: AnySize, b: AnySize) -> AnySize:
         if isinstance(a, int):
             return whole + a // b if function == "floordiv" else a % b
     if function == "floordiv":
-        ends = (0, _bounds(a)[1]) if _bounds(a)[0] >= 0 and _bounds(b)[0] > 0 else UNKNOWN
+        (low, high), (least, largest) = _bounds(a), _bounds(b)
+        ends = (low // largest, high // least) if low >= 0 and least > 0 else UNKNOWN
         return whole + scope().atom(f"{a:} // {b:}", hint(a) // hint(b), *ends)
     ends = (0, _bounds(b)[1] - 1) if _bounds(b)[0] > 0 else UNKNOWN
     return scope().atom(f"{a:} % {b:}", hint(a) % hint(b), *ends)

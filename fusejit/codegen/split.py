@@ -5,6 +5,9 @@ writes along the whole row follows as a pointwise cluster. Deterministic: no ato
 
     parallel 1 | reduce 1048576   ->   parallel 256 | reduce 4096,  then  parallel 1 | reduce 256
     softmax of 16 x 131072        ->   maximum and sum of 32 pieces a row,  those combined,  then  16 x 131072 values written
+    parallel 256 | reduce s0      ->   parallel 256 33 | reduce q0,  then  parallel 256 | reduce 33          q0 = s0 / 33, rounded up
+
+Where a length varies the number of pieces is one for all sizes, and what lies behind the end of the row is masked.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 
 from .cluster import Cluster, Expr, Load, Reduce, Store, cast, compute, const, iota, load, postorder, reduction, rewrite, substitute, view
 from .cost import Device, machine, pays_to_split
-from .hinted import symbolic
+from .hinted import hinted
 from .layout import Affine, contiguous, strided
 from .lower import Buffer, Extern, Lowered
 from .online import Shifted, corrected, in_one_pass, of_piece, residual, shifted, with_count
@@ -24,9 +27,11 @@ from .ops import INDEX_IDENTITY, OPS
 from .pattern import SPLITTABLE, Foreach
 from .scans import scans
 from .schedule import column_reduction, columns_at_once
-from .size import product
+from .size import AnySize, Size, atom, product
 
 LONG = {True: 2048, False: 16384}  # elements a result, from which it pays: {column reduction: rows, row reduction: columns}
+FAR = 8  # so much longer rows than those from which it pays have a variant that is split, where this call's are shorter
+EVEN = 256  # pieces of a row that it is no multiple of begin at multiples of so many elements: wide loads
 PLACES = {"argmax": "amax", "argmin": "amin"}  # a partial result is a value and its place
 
 
@@ -37,9 +42,9 @@ def split(lowered: Lowered, device: Device | None = None) -> Lowered:
     waiting = list(reversed(lowered.steps))
     while waiting:
         step = waiting.pop()
-        length = _length(step, device or machine()) if isinstance(step, Cluster) and not symbolic(step) else 0
-        if isinstance(step, Cluster) and length:
-            *made, last = in_pieces(step, length, buffers)
+        found = _cut(step, device or machine()) if isinstance(step, Cluster) else None
+        if found:
+            *made, last = in_pieces(*found, buffers)
             steps += made
             waiting.append(last)  # a reduction of the corrected row is split again
         else:
@@ -47,24 +52,53 @@ def split(lowered: Lowered, device: Device | None = None) -> Lowered:
     return replace(lowered, buffers=buffers, steps=tuple(steps))
 
 
-def _length(cluster: Cluster, device: Device) -> int:
-    """Return how many elements a piece has, 0 where the cluster stays whole."""
+def _cut(cluster: Cluster, device: Device) -> tuple[Cluster, int, AnySize] | None:
+    """Return a cluster as it is split, into how many pieces, and their length; None where it stays whole."""
+    if any(isinstance(n, Size) for n in cluster.reduce):
+        return _varying(cluster, device)
+    columns, wanted = product(cluster.reduce), _pieces(hinted(cluster), device)
+    length = _even(cluster.reduce, columns, wanted) if wanted else 0
+    return (cluster, -(-columns // length), length) if length else None
+
+
+def _varying(cluster: Cluster, device: Device) -> tuple[Cluster, int, AnySize] | None:
+    """As `_cut`, of a row whose length varies: as many pieces for all sizes, or an assumption that none is much longer."""
+    joined = cluster.coalesced
+    model, first = hinted(joined), joined.reduce[0]
+    if isinstance(first, int) or max(cluster.levels.values()) > 1 or any(_along(s, cluster) for s in cluster.stores):
+        return None
+    far = FAR * LONG[column_reduction(model)]
+    if not _pieces(replace(model, reduce=(max(far, product(model.reduce)), *(1 for _ in model.reduce[1:]))), device):
+        return None
+    if not _pieces(model, device) and product(joined.reduce) < far:  # true in this call, and of every size that the Program is for
+        return None
+    pieces = max(2, 2 * device.sms // max(1, _programs(model)))
+    even = 1 if column_reduction(model) or len(joined.reduce) > 1 else EVEN
+    return joined, pieces, even * atom("floordiv", first + even * pieces - 1, even * pieces)
+
+
+def _programs(cluster: Cluster) -> int:
+    """Return how many programs work on the rows of a cluster that stays whole."""
+    rows = product(cluster.parallel)
+    return -(-rows // columns_at_once(cluster)) if column_reduction(cluster) else rows
+
+
+def _pieces(cluster: Cluster, device: Device) -> int:
+    """Return into how many pieces a row is best cut, 0 where it stays whole."""
     rows, columns = product(cluster.parallel), product(cluster.reduce)
     reduces = [n for n in cluster.order if isinstance(n, Reduce)]
     if not reduces or cluster.programs or cluster.segments or scans(cluster) or any(s.index or s.mode for s in cluster.stores):
         return 0
     if any(n.op not in SPLITTABLE and n.op not in PLACES for n in reduces if cluster.levels[n] == 1):
         return 0
-    upright = column_reduction(cluster)
+    upright, programs = column_reduction(cluster), _programs(cluster)
     again = max(cluster.levels.values()) > 1 or any(_along(s, cluster) and cluster.levels[s.value] for s in cluster.stores)
-    programs = -(-rows // columns_at_once(cluster)) if upright else rows
     enough = device.sms if upright else device.sms // 2
     unsure = again or (rows == 1 and not upright)  # what is left of partial results may be less than a launch more is worth
     if columns < LONG[upright] or programs >= enough or (unsure and not pays_to_split(cluster, _passes(cluster, device), device)):
         return 0
     wanted = min(2 * device.sms // max(1, programs), columns // (LONG[upright] // 8))
-    wanted = wanted if upright else max(wanted, -(-columns // device.row_values))  # a piece stays in registers
-    return _even(cluster.reduce, columns, wanted)
+    return wanted if upright else max(wanted, -(-columns // device.row_values))  # a piece stays in registers
 
 
 def _passes(cluster: Cluster, device: Device) -> int:
@@ -80,7 +114,7 @@ def _even(reduce: Sequence[int], columns: int, wanted: int) -> int:
         return columns // min(nesting or divisors, key=lambda d: (d > wanted, abs(d - wanted)))
     if len(reduce) > 1 or wanted < 2:
         return 0
-    return -(-columns // wanted // 256) * 256  # the last piece is shorter: masked
+    return -(-columns // wanted // EVEN) * EVEN  # the last piece is shorter: masked
 
 
 def _along(store: Store, cluster: Cluster) -> bool:
@@ -88,9 +122,8 @@ def _along(store: Store, cluster: Cluster) -> bool:
     return any((store.layout.strides or ())[len(cluster.parallel) :]) or cluster.full[store.value]
 
 
-def in_pieces(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list[Cluster]:
+def in_pieces(cluster: Cluster, pieces: AnySize, length: AnySize, buffers: dict[str, Buffer]) -> list[Cluster]:
     """Return the reduction of the pieces, that of the partial results, and what is left to do along the row."""
-    pieces = -(-product(cluster.reduce) // length)
     even = pieces * length == product(cluster.reduce)
     wide = cluster.reshape(cluster.parallel, (pieces, length)) if even else padded(cluster, pieces, length)
     level = {n: wide.levels[n] for n in wide.order if isinstance(n, Reduce)}
@@ -120,14 +153,18 @@ def _reduces(cluster: Cluster) -> list[Expr]:
     return [n for n in cluster.order if isinstance(n, Reduce)]
 
 
-def padded(cluster: Cluster, pieces: int, length: int) -> Cluster:
-    """Return the cluster over pieces that do not divide the row: what lies behind its end is neither read nor counted."""
-    (columns,) = cluster.reduce
+def padded(cluster: Cluster, pieces: int, length: AnySize) -> Cluster:
+    """Return the cluster over pieces that do not divide the row: what lies behind its end is neither read nor counted.
+
+    Of several reduce axes the first is cut, and the pieces have the others whole.
+    """
+    columns, *others = cluster.reduce
     rank = len(cluster.parallel)
-    axes = (*cluster.parallel, pieces, length)
-    change = Affine(axes, (*((0, ((d, 1),)) for d in range(rank)), (0, ((rank, length), (rank + 1, 1)))))
-    wide = cluster.map(change, cluster.parallel, (pieces, length))
-    place = iota(strided(axes, [*(0 for _ in range(rank)), length, 1]))
+    axes = (*cluster.parallel, pieces, length, *others)
+    rest = ((0, ((rank + 2 + d, 1),)) for d in range(len(others)))
+    change = Affine(axes, (*((0, ((d, 1),)) for d in range(rank)), (0, ((rank, length), (rank + 1, 1))), *rest))
+    wide = cluster.map(change, cluster.parallel, (pieces, length, *others))
+    place = iota(strided(axes, [*(0 for _ in range(rank)), length, 1, *(0 for _ in others)]))
     inside = compute("lt", place, const(columns, torch.int64), dtype=torch.bool)
 
     def visit(node: Expr) -> Expr:
@@ -149,7 +186,7 @@ def padded(cluster: Cluster, pieces: int, length: int) -> Cluster:
 class _Partial:
     """The partial results of one split: what the pieces store, and what their readers make of it, over (*parallel, pieces)."""
 
-    def __init__(self, wide: Cluster, pieces: int, buffers: dict[str, Buffer]) -> None:
+    def __init__(self, wide: Cluster, pieces: AnySize, buffers: dict[str, Buffer]) -> None:
         self.wide, self.pieces, self.buffers = wide, pieces, buffers
         self.rows = product(wide.parallel)
         self.device = next(buffers[s.buffer].device for s in wide.stores)
@@ -188,7 +225,7 @@ class _Partial:
         return reduction("sum", corrected(found.kind, piece, own, shift, more), dtype=dtype)
 
 
-def combined(wide: Cluster, values: dict[Expr, Expr], pieces: int, lines: tuple[str, ...]) -> Cluster:
+def combined(wide: Cluster, values: dict[Expr, Expr], pieces: AnySize, lines: tuple[str, ...]) -> Cluster:
     """Return the cluster that reduces partial results and computes what followed the reduction.
 
     Args:

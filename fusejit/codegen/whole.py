@@ -22,6 +22,7 @@ from .split import SPLITTABLE, in_pieces
 def fits_rows(whole: Cluster, rows: Cluster) -> bool:
     """Whether `whole` reduces to one value as many elements as the rows of `rows` have together."""
     one = product(whole.parallel) == 1 and product(rows.parallel) > 1 and whole.reduce != () and rows.reduce != ()
+    one = one and isinstance(product(rows.reduce), int)  # whether a program holds a row does not depend on how many there are
     return one and product(whole.reduce) == product(rows.parallel) * product(rows.reduce)
 
 
@@ -42,7 +43,7 @@ def by_rows(whole: Cluster, rows: Cluster, first: bool, buffers: dict[str, Buffe
         raise Refused("what follows a reduction of all rows needs it finished")
     if first and any(rows.reads.keys() & {s.buffer} for s in whole.stores if s not in along):
         raise Refused("the rows need the finished reduction of all")
-    pieces, *rest = in_pieces(whole, product(rows.reduce), buffers)
+    pieces, *rest = in_pieces(whole, product(rows.parallel), product(rows.reduce), buffers)
     if len(rest) != 1:
         raise Refused("a reduction of all rows in several steps")
     return pieces, rest[0]
