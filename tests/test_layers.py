@@ -17,7 +17,7 @@ ORDER = [
     "codegen/algebra",
     *("codegen/views", "codegen/random"),
     *("codegen/pattern", "codegen/realize", "codegen/simplify", "codegen/lower", "codegen/indexing"),
-    *("codegen/onehot", "codegen/pieces", "codegen/rowsums", "codegen/scans", "codegen/scatter", "codegen/rules"),
+    *("codegen/onehot", "codegen/pieces", "codegen/rowsums", "codegen/scans", "codegen/scatter", "codegen/rules", "codegen/lift_bias"),
     "codegen/order",
     *("codegen/keep", "codegen/live", "codegen/cost", "codegen/crossing", "codegen/peel"),
     *("codegen/schedule", "codegen/online", "codegen/split", "codegen/align"),
