@@ -40,7 +40,7 @@ ORDER = [
     *("rewrites/control", "rewrites/calls", "rewrites/by_hand", "rewrites/capture"),
     "runtime/torch_c",
     *("autodiff/", "autodiff/attention", "autodiff/cumprod", "autodiff/partition", "autodiff/bridge", "autodiff/joint"),
-    *("autodiff/rowlocal", "autodiff/rowcall", "autodiff/parts", "autodiff/chunk"),
+    *("autodiff/rowlocal", "autodiff/rowcall", "autodiff/parts", "autodiff/chunk", "autodiff/heads"),
     *("autodiff/region", "autodiff/compose"),
     *("rewrites/ensemble", "rewrites/batch"),
     *("runtime/", "runtime/tensors", "runtime/twins", "runtime/maths", "runtime/device"),
