@@ -24,6 +24,7 @@ from .codegen.epilogue import epilogue
 from .codegen.foreach import foreach
 from .codegen.fuse import fuse
 from .codegen.kernel import Kernel
+from .codegen.lift_bias import lift_bias
 from .codegen.lower import Extern, Lowered, lower
 from .codegen.many import many
 from .codegen.order import in_memory
@@ -87,6 +88,8 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     """Compile a graph for one shape, or in an open `Scope` for all sizes that its assumptions allow."""
     clock = _Clock()
     device = machine(options.target)
+    gpu = options.target is not None or any(isinstance(v, torch.Tensor) and v.is_cuda for v in inputs)
+    module, lifted = clock("bias", lift_bias(module, options.numerics, gpu and options.jit_level != "O1"))
     graph = clock("simplify", simplify(module))
     note("simplified", graph)
     lowered = clock("lower", lower(graph, inputs, RULES))
@@ -94,7 +97,6 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     fused, unfused = clock("fuse", fuse(lowered, options.jit_level != "O1", device))
     rewritten: tuple[str, ...] = ()
     if options.jit_level != "O1":
-        gpu = options.target is not None or any(isinstance(v, torch.Tensor) and v.is_cuda for v in inputs)
         fused, rewritten = clock("epilogue", epilogue(fused, options.numerics, gpu))
         fused = clock("many", many(cats(fused), device))
     fused = clock("split", split(fused, device))
@@ -109,7 +111,7 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     retargeted = torch.device("cuda") if options.target else None
     rendered = tuple(k for k in kernels if k is not None)
     program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, retargeted, rendered, clock.spent, tuned)
-    program.rewrites = rewritten
+    program.rewrites = lifted + rewritten
     if known:
         program.sizes, program.atoms, program.hints = known, size_scope().atoms, size_scope().hints
     note("source", program.source)

@@ -25,7 +25,7 @@ from .settings import BACKENDS, Settings
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-PRODUCTS = {aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default}
+PRODUCTS = {aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default, aten.einsum.default}
 
 
 class BackendError(FusejitError):
@@ -106,6 +106,7 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     from .autodiff.chunk import chunk
     from .autodiff.compose import compose
     from .autodiff.cumprod import scan_cumprods
+    from .autodiff.heads import heads
     from .autodiff.joint import build
     from .autodiff.region import Toolchain, call_regions
     from .autodiff.seams import join_seams
@@ -125,6 +126,8 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     rewrite = (lambda module: scan_cumprods(retarget_attention(module))) if elsewhere else scan_cumprods
     rewrite = (lambda module: module) if plain else rewrite
     limit = settings.most_at_once
+    graph, changed = heads(graph, limit)
+    found.rewrites += changed
     flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain, limit)))
     drawn = torch.Tag.nondeterministic_seeded  # op by op, random numbers stay eager's
     known = {op: rule for op, rule in decompose.table().items() if drawn not in op.tags} if plain and larger(graph, limit) else {}

@@ -192,6 +192,82 @@ def test_a_model_of_blocks_and_a_head(chunked, device):
     assert any("in 3 parts" in line for line in fused.explain(x, target).rewrites)
 
 
+# -- heads as models write them ----------------------------------------------------------------------------------------------------------
+def shifted(h, w, b, t):
+    x = F.linear(h.view(2, -1, WIDTH), w, b).float()
+    return F.cross_entropy(x[..., :-1, :].contiguous().view(-1, CLASSES), t.view(2, -1)[..., 1:].reshape(-1))
+
+
+def padded(h, w, b, t):
+    x = F.linear(h.view(2, -1, WIDTH), w, b).float()
+    t = F.pad(t.view(2, -1), (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(x.view(-1, CLASSES), t.view(-1), ignore_index=-100)
+
+
+def capped_then_cut(h, w, b, t):
+    x = 5 * torch.tanh((h.view(2, -1, WIDTH) @ w.t()) / 5)
+    return F.cross_entropy(x[:, 1:].reshape(-1, CLASSES), t.view(2, -1)[:, 1:].reshape(-1)) + 0 * b.sum()
+
+
+def contraction(h, w, b, t):
+    return F.cross_entropy(torch.einsum("bsd, vd -> bsv", h.view(2, -1, WIDTH), w).flatten(0, 1), t) + 0 * b.sum()
+
+
+def contraction_of_columns(h, w, b, t):
+    return F.cross_entropy(torch.einsum("nd,dv->nv", h, w.t()), t) + 0 * b.sum()
+
+
+def accuracy(h, w, b, t):
+    x = F.linear(h, w, b)
+    best, place = x.max(-1)
+    right = ((place == t) & (t != -100)).float().mean().detach()
+    return F.cross_entropy(x, t) + right + 1e-2 * best.mean() + 1e-2 * x.min(-1, keepdim=True).values.square().mean()
+
+
+HEADS = {
+    shifted: "linear.default of 2 x 7 x 37 is computed for the 2 x 6 x 37 that are read",
+    padded: "",
+    capped_then_cut: "matmul.default of 2 x 7 x 37 is computed for the 2 x 6 x 37 that are read",
+    contraction: "einsum of 2 x 7 x 37 is computed as linear.default",
+    contraction_of_columns: "einsum of 14 x 37 is computed as matmul.default",
+    accuracy: "",
+}
+
+
+@pytest.mark.parametrize("fn", HEADS)
+def test_heads(fn, chunked, device):
+    args = arguments(device)
+    args[3][4] = -100
+    fused = chunked(fn)
+    assert_right(run(fused, args, 0.7), run(fn, args, 0.7), run(fn, exact(args), 0.7))
+    *before, last = fused.explain(*[a.requires_grad_(a.is_floating_point()) for a in args]).rewrites
+    assert "in 3 parts of" in last and "scaled in the backward" in last
+    assert len(before) == bool(HEADS[fn]) and all(HEADS[fn] in line and "test_chunked.py" in line for line in before)
+
+
+def test_rows_that_something_else_reads_are_computed(chunked, device):
+    def both(h, w, b, t):
+        x = F.linear(h.view(2, -1, WIDTH), w, b)
+        return F.cross_entropy(x[:, :-1].reshape(-1, CLASSES), t.view(2, -1)[:, 1:].reshape(-1)) + x.square().mean()
+
+    def columns(h, w, b, t):
+        return F.cross_entropy(F.linear(h, w, b)[:, :20], t % 20)
+
+    for fn in (both, columns):
+        args, fused = arguments(device), chunked(fn)
+        for ours, eager in zip(run(fused, args), run(fn, args), strict=True):
+            torch.testing.assert_close(ours, eager)
+        (line,) = fused.explain(*[a.requires_grad_(a.is_floating_point()) for a in args]).rewrites
+        assert "is held whole: slice.Tensor" in line
+
+    def last(h, w, b, t):  # the next token's logits
+        return F.linear(h.view(2, -1, WIDTH), w, b)[:, -1]
+
+    args, fused = arguments(device), chunked(last)
+    torch.testing.assert_close(fused(*args), last(*args))
+    assert "computed for the 2 x 37 that are read" in fused.explain(*args).rewrites[0]
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------------------------
 def peak(program):
     """The most bytes that a call of a Program holds at once besides its inputs, those of the Programs that it calls included."""

@@ -221,3 +221,73 @@ def test_around_a_product(fuse, device):
     report = fused.explain(*args)
     read, written = large(report, ROWS * OUT * 4)
     assert report.forward.launches == 1 and read == 2 and written == 1 and [e.target for e in report.externs] == [ADD]
+
+
+# -- the bias of a convolution -------------------------------------------------------------------------------------------------------------
+CONVOLUTIONS = {
+    "1d": (torch.nn.Conv1d(6, 8, 3, padding=1), (2, 6, 11)),
+    "2d": (torch.nn.Conv2d(6, 8, 3, stride=2, groups=2), (2, 6, 9, 7)),
+    "3d": (torch.nn.Conv3d(2, 4, 2), (1, 2, 4, 5, 3)),
+    "transposed": (torch.nn.ConvTranspose2d(6, 4, 3, stride=2, output_padding=1), (2, 6, 5, 4)),
+    "channels last": (torch.nn.Conv2d(6, 8, 3).to(memory_format=torch.channels_last), (2, 6, 9, 7)),
+}
+
+
+def convolved(module, x):
+    return F.silu(F.relu(module(x)) * 0.5)
+
+
+def lifting(monkeypatch):
+    """Lift biases here as well, where no GPU is."""
+    from fusejit import compile as pipeline
+    from fusejit.codegen.lift_bias import lift_bias
+
+    monkeypatch.setattr(pipeline, "lift_bias", lambda graph, numerics, gpu: lift_bias(graph, numerics, True))
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_lifted_biases_give_the_same_values_and_gradients(kind, fuse, device, monkeypatch):
+    lifting(monkeypatch)
+    plain, shape = CONVOLUTIONS[kind]
+    module = plain.to(device)
+    x = torch.randn(shape, device=device).to(memory_format=torch.channels_last if kind == "channels last" else torch.contiguous_format)
+    fused, results = fuse(convolved, fullgraph=True), []
+    for fn in (fused, convolved):
+        given = x.detach().clone().requires_grad_()
+        out = fn(module, given)
+        module.zero_grad()
+        (out * torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)).sum().backward()
+        results.append([out.detach(), given.grad, module.weight.grad.clone(), module.bias.grad.clone()])
+        assert out.stride() == results[0][0].stride()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    report = fused.explain(module, x.requires_grad_())
+    assert len(report.rewrites) == 2 and all("test_epilogues.py" in line for line in report.rewrites)
+    assert "read and written" in report.rewrites[0] and "bias' gradient" in report.rewrites[1]
+
+
+def test_lifted_biases_where_sizes_vary(fuse, device, monkeypatch):
+    lifting(monkeypatch)
+    module, x = torch.nn.Conv2d(3, 4, 3).to(device), torch.randn(2, 3, 5, 6, device=device)
+    varying = fuse(convolved, fullgraph=True, dynamic=True)
+    for one in (x, torch.cat([x] * 2)):
+        torch.testing.assert_close(varying(module, one), convolved(module, one), rtol=1e-4, atol=1e-5)
+    assert varying.cache_info().specialisations == 1 and len(varying.explain(module, x).rewrites) == 2
+
+
+def test_biases_are_lifted_for_a_gpu_only_and_where_a_kernel_is_there(sm_90, fuse, device):
+    module = torch.nn.Conv2d(64, 64, 3, padding=1).bfloat16()
+    x = torch.empty(8, 64, 56, 56, dtype=torch.bfloat16, requires_grad=True)
+    found, size = sm_90(lambda m, x: F.relu(m(x)), (module, x)), 2 * x.numel()
+    for half, reads in ((found.forward, 1), (found.backward, 2)):
+        large = [k for k in half.kernels if k.bytes_read + k.bytes_written > size]
+        assert len(large) == 1 and large[0].n_spills == 0 and len(half.rewrites) == len(half.externs) == 1
+        assert reads * size <= large[0].bytes_read <= 1.01 * reads * size and size <= large[0].bytes_written <= 1.02 * size
+    assert "[True, True, False]" in found.backward.source
+    with torch.no_grad():
+        assert sm_90(lambda m, x: m(x), (module, x)).forward.rewrites == ()  # nothing reads it
+        assert sm_90(lambda m, x: m(m(x)), (module, x)).forward.rewrites == ()
+        assert fusejit.compile_for(convolved, (module, x), numerics="eager").forward.rewrites == ()
+        if device == "cpu":
+            small = torch.randn(1, 64, 4, 4)
+            assert fuse(convolved).explain(module.float(), small).rewrites == ()

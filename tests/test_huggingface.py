@@ -177,3 +177,30 @@ def test_a_subclass_with_tensor_ifs():
     found = whole.specialisation(ids, use_cache=False)
     assert not found.fallbacks and len(found.control) >= 3
     assert "if x.abs().mean() > 0.8" in " ".join(map(str, parts.explain(ids, use_cache=False).fallbacks))
+
+
+def test_the_loss_of_a_language_model_never_holds_its_logits(device):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**TINY | {"vocab_size": 999, "num_hidden_layers": 1})
+    model = transformers.LlamaForCausalLM(config).to(device)
+    ids = torch.randint(999, (2, 12), device=device)
+    labels = ids.clone()
+    labels[0, :5] = -100
+
+    def loss(ids, labels):
+        return model(ids, labels=labels, use_cache=False).loss
+
+    fused = fusejit.jit(loss, backend="eager", fullgraph=True, chunk_bytes=8 * 999 * 4)
+    results = []
+    for fn in (loss, fused):
+        model.zero_grad()
+        value = fn(ids, labels)
+        value.backward()
+        results.append([value.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert_close(results[1], results[0])
+    (line,) = fused.explain(ids, labels).rewrites
+    assert line.startswith("mm.default of 24 x 999") and "in 3 parts of 8 rows" in line and "modeling_llama.py" in line
+    whole = fusejit.jit(model, backend="eager", fullgraph=True, chunk_bytes=8 * 999 * 4)
+    assert "is a result" in whole.explain(ids, labels=labels, use_cache=False).rewrites[0]  # the model gives its logits back

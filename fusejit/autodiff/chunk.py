@@ -31,14 +31,19 @@ aten = torch.ops.aten
 FEW = 16  # values a row in which a region may end
 MOST = 64  # parts at most: each is a call in the graph
 ALIGNED = 64  # rows of a part are a multiple
+BOTH = {"max.dim": (aten.amax.default, aten.argmax.default), "min.dim": (aten.amin.default, aten.argmin.default)}
+"""Ops that give values of rows and their places, and what gives one of the two."""
 
 
 def chunk(module: GraphModule, limit: int, compiler: Callable, flavour: str) -> list[str]:
     """Chunk every product of more than `limit` bytes that can be; returns what was done and what was refused, with reasons."""
     notes: list[str] = []
-    for node in list(module.graph.nodes) if limit else ():
-        if node.op != "call_function" or short(node.target) not in PRODUCTS or _bytes(node) <= limit:
-            continue
+    found = (
+        [n for n in module.graph.nodes if n.op == "call_function" and short(n.target) in PRODUCTS and _bytes(n) > limit] if limit else []
+    )
+    if found:
+        one_result_each(module.graph, limit)
+    for node in found:
         late = _below(n for n in module.graph.nodes if n.op == "placeholder" and n.name.startswith("tangents"))
         if node in late or node not in set(module.graph.nodes):  # a gradient; part of a region that is done
             continue
@@ -56,6 +61,23 @@ def chunk(module: GraphModule, limit: int, compiler: Callable, flavour: str) -> 
         module.graph.lint()
         module.recompile()
     return notes
+
+
+def one_result_each(graph: Graph, limit: int) -> None:
+    """Write the largest values of long rows and their places as two ops: a row-local op has one result."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or short(node.target) not in BOTH or _bytes(node.args[0]) <= limit:  # type: ignore[arg-type]
+            continue
+        x, dim, keep = (*node.args, False)[:3]
+        values, places = BOTH[short(node.target)]
+        with graph.inserting_before(node):
+            for user in list(node.users):
+                target, dims = (values, [dim]) if user.args[1] == 0 else (places, dim)
+                made = graph.call_function(target, (x, dims, keep))
+                made.meta = dict(user.meta)
+                user.replace_all_uses_with(made)
+                graph.erase_node(user)
+        graph.erase_node(node)
 
 
 def _effect(node: Node) -> bool:

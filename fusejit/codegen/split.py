@@ -5,9 +5,13 @@ writes along the whole row follows as a pointwise cluster. Deterministic: no ato
 
     parallel 1 | reduce 1048576   ->   parallel 256 | reduce 4096,  then  parallel 1 | reduce 256
     softmax of 16 x 131072        ->   maximum and sum of 32 pieces a row,  those combined,  then  16 x 131072 values written
+<<<<<<< HEAD
     parallel 256 | reduce s0      ->   parallel 256 33 | reduce q0,  then  parallel 256 | reduce 33          q0 = s0 / 33, rounded up
 
 Where a length varies the number of pieces is one for all sizes, and what lies behind the end of the row is masked.
+=======
+    the loss of soft targets      ->   maximum, sum and weighted sum of a piece,  those combined:  logits are read once
+>>>>>>> tail5
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from .cost import Device, machine, pays_to_split
 from .hinted import hinted
 from .layout import Affine, contiguous, strided
 from .lower import Buffer, Extern, Lowered
-from .online import Shifted, corrected, in_one_pass, of_piece, residual, shifted, with_count
+from .online import Shifted, corrected, in_one_pass, linear, of_piece, own_shift, residual, shifted, weights
 from .ops import INDEX_IDENTITY, OPS
 from .pattern import SPLITTABLE, Foreach
 from .scans import scans
@@ -127,11 +131,17 @@ def in_pieces(cluster: Cluster, pieces: AnySize, length: AnySize, buffers: dict[
     even = pieces * length == product(cluster.reduce)
     wide = cluster.reshape(cluster.parallel, (pieces, length)) if even else padded(cluster, pieces, length)
     level = {n: wide.levels[n] for n in wide.order if isinstance(n, Reduce)}
-    found = {n: s for n, at in level.items() if at == 2 and (s := shifted(n)) is not None}
+    found: dict[Expr, Shifted] = {}
+    for n, at in level.items():
+        kind = shifted(n) if at == 2 else None
+        kind = linear(n) if kind is None and at > 1 else kind
+        if kind is not None and all(level[base] == 1 or base in found for base in kind.bases):
+            found[n] = kind
     taken = [n for n, at in level.items() if at == 1 or n in found]
     partial = _Partial(wide, pieces, buffers)
     values: dict[Expr, Expr] = {n: partial.whole(n) for n, at in level.items() if at == 1}
-    values |= {n: partial.shifted(s, values, length) for n, s in found.items()}
+    for node, kind in found.items():
+        values[node] = partial.shifted(kind, values, length)  # the shift of a linear sum holds sums of exponentials
     # whether a store runs along the row is asked of the cluster: a piece of several axes has no one stride there
     along = [_along(s, cluster) for s in cluster.stores]
     # what needs no reduction is written where it is read, unless a shorter last piece would write behind its end
@@ -216,13 +226,16 @@ class _Partial:
     def shifted(self, found: Shifted, values: dict[Expr, Expr], length: int) -> Expr:
         """Return a sum about a shift as its pieces' sums about their own."""
         dtype = found.node.dtype
-        count = const(float(length), dtype)
-        (shift,) = substitute([found.shift], values)
-        local = found.shift if found.kind == "exp" else with_count(found.shift, count)
-        (own,) = substitute([local], self.made)
+        shifts = tuple(substitute(list(found.shifts), values))
+        (own,) = substitute([own_shift(found, length)], self.made)
         piece = self.stored(of_piece(found, length))
-        more = None if found.kind == "exp" else (count, self.stored(residual(found, length)))
-        return reduction("sum", corrected(found.kind, piece, own, shift, more), dtype=dtype)
+        count = const(float(length), dtype)
+        more = None
+        if found.kind == "square":
+            more = count, self.stored(residual(found, length))
+        elif found.kind == "linear":
+            more = count, count if found.weight is None and found.mask is None else self.stored(weights(found))
+        return reduction("sum", corrected(found.kind, piece, own, shifts, more), dtype=dtype)
 
 
 def combined(wide: Cluster, values: dict[Expr, Expr], pieces: AnySize, lines: tuple[str, ...]) -> Cluster:
