@@ -31,3 +31,30 @@ CORNERS = {
 @pytest.mark.parametrize("case", CORNERS)
 def test_corner(case):
     check(*CORNERS[case])
+
+
+def test_places_beyond_32_bits_of_a_few_elements():
+    """What a slice of a huge range counts needs 64 bits, though neither the elements nor the memory do."""
+    check(lambda a: torch.arange(4, dtype=torch.int64)[:, None] * 2**31 + torch.arange(5, 8) * a, torch.ones(1, dtype=torch.int64))
+    fused = fusejit.jit(lambda a: torch.arange(4 * 2**31).reshape(4, 2**31)[:, 5:8] + a, backend="interpret", fullgraph=True)
+    wanted = [[row * 2**31 + column + 1 for column in (5, 6, 7)] for row in range(4)]
+    assert fused(torch.ones(1, dtype=torch.int64)).tolist() == wanted
+
+
+def test_a_row_s_operand_is_loaded_by_all_warps_before_one_overwrites_it():
+    """The interpreter has no warps: the barrier, or the memory of its own, is seen in the program."""
+
+    def changed(x, t):
+        y = (x * t[:, None]).softmax(-1)
+        t.mul_(0.9)
+        return y
+
+    def reused(x, a, b):
+        t = a @ b
+        return (x * t[:, None]).sum(1), t * 2
+
+    program = fusejit.jit(changed, backend="interpret").program(torch.randn(64, 300), torch.randn(64))
+    *before, store = program.source[: program.source.index("''',")].strip().splitlines()
+    assert "out1 + (x)" in store and before[-1].strip() == "tl.debug_barrier()"
+    alone = fusejit.jit(reused, backend="interpret").program(torch.randn(64, 3000), torch.randn(64, 8), torch.randn(8))
+    assert "# in place" not in alone.source

@@ -16,6 +16,7 @@ import torch
 
 from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Scan, Segment, Store, children, postorder, reduction
 from .cost import adds_tiles_up
+from .keep import needed_beside
 from .lanes import lanes
 from .layout import Layout, strided
 from .online import Shifted, shifted
@@ -398,7 +399,8 @@ class Tape:
         value = STORAGE[store.dtype].store.format(self.text(writer.rounded.get(store.value, store.value)))
         mask = writer.mask([store.layout], columns=columns)
         word = "fj.atomic_add" if store.mode == "atomic_add" else "tl.store"
-        return [f"{word}({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ', None' * bool(store.mode)})"]
+        first = ["tl.debug_barrier()"] if needed_beside(store, target, writer.cluster) else []
+        return [*first, f"{word}({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ', None' * bool(store.mode)})"]
 
 
 def _identities(node: Reduce) -> list[str]:
