@@ -23,6 +23,8 @@ SPECIAL = frozenset((ATEN.lift_fresh.default, ATEN.lift_fresh_copy.default, ATEN
 """Ops that hold or ask for the values of a constant."""
 NORM = ATEN.linalg_vector_norm.default
 """Torch 2.11's fake tensors forget to drop a dim of size 1 of a norm that is counted from the end."""
+PUT = ATEN.select_scatter.default
+"""Torch's fake tensors promote its operands, where eager copies the one into the dtype of the other."""
 NAMES: dict[Any, str] = {}
 """By op: what its nodes are called, "" if the op goes torch's way."""
 
@@ -59,8 +61,7 @@ def recording(mode: Any, symbolic: bool) -> Callable[[Any, tuple, dict[str, Any]
         raise NotPlain
 
     def record(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if func is NORM and len(args) > 2 and args[2]:
-            args = (*args[:2], [d % args[0].dim() for d in args[2]], *args[3:])
+        args = meant(func, args, general) if func in (NORM, PUT) else args
         name = NAMES.get(func)
         if name is None:
             name = NAMES[func] = name_of(func, graph)
@@ -80,6 +81,15 @@ def recording(mode: Any, symbolic: bool) -> Callable[[Any, tuple, dict[str, Any]
         return made
 
     return record
+
+
+def meant(func: Any, args: tuple, general: Callable[..., Any]) -> tuple:
+    """Return the arguments of a call with which torch's fake tensors give what eager does."""
+    if func is NORM and len(args) > 2 and args[2]:
+        return (*args[:2], [d % max(1, args[0].dim()) for d in args[2]], *args[3:])
+    if func is PUT and args[0].dtype is not args[1].dtype:
+        return (args[0], general(ATEN._to_copy.default, (), (args[1],), {"dtype": args[0].dtype}), *args[2:])
+    return args
 
 
 def name_of(func: Any, graph: torch.fx.Graph) -> str:

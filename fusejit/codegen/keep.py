@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .cluster import Cluster, Expr, Load, Reduce, children, postorder
+from .cluster import Cluster, Expr, Load, Reduce, Store, children, postorder
 
 
 def along_row(roots: Iterable[Expr], cluster: Cluster) -> list[Expr]:
@@ -53,3 +53,15 @@ def kept_values(cluster: Cluster) -> float:
 
 def _can_be_kept(node: Load) -> bool:
     return not node.index and node.mask is None and node.dtype.itemsize in (2, 4) and node.dtype is not torch.bool
+
+
+def needed_beside(store: Store, name: str, cluster: Cluster) -> bool:
+    """Whether one result a row takes the place of an operand that more than this result is made of.
+
+    All warps load what there is one of for a row, and one of them stores it: the others may not have loaded it yet.
+    """
+    if not cluster.reduce or any((store.layout.strides or ())[len(cluster.parallel) :]):
+        return False
+    roots = [root for s in cluster.stores if s is not store for root in (s.value, *(e for e, _ in s.index))]
+    roots += [arg for n in cluster.order if isinstance(n, Reduce) for arg in n.args]
+    return any(isinstance(n, Load) and n.buffer == name for n in postorder(roots))

@@ -65,6 +65,12 @@ class Layout:
         return f"({extents}):({strides})" + (f"+{self.offset}" if self.offset != 0 else "")
 
 
+def reach(layout: Layout) -> int:
+    """Return a number beyond all offsets of a layout, counted either way, and beyond every sum of some of its terms; 0 if sizes vary."""
+    terms = [(n - 1) * abs(step) for n, step in zip(layout.shape, layout.strides or (), strict=False)]
+    return sum(terms) + abs(layout.offset) + 1 if all(isinstance(t, int) for t in (*terms, layout.offset)) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Computed:
     """What a view leaves over: the term `(coordinate // divisor % extent) * stride`, `coordinate` a layout read as a number.

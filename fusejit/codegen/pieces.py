@@ -102,7 +102,7 @@ def _roll(low: Lowering, node: Node) -> Expr:
     shape = tuple(out.shape)
     for shift, dim in zip(node.args[1], node.args[2], strict=True):
         dim, n = dim % len(shape), shape[dim % len(shape)]
-        shift %= n
+        shift %= n or 1
         if not shift:
             continue
         (low_part,) = view([value], slice_(shape, dim, n - shift, 1, n))  # reads from n - shift on, for coordinates below shift

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .cluster import Cluster, Expr
+from .keep import needed_beside
 from .kernel import Kernel
 from .lower import Buffer, Extern, Lowered, refs
 from .online import in_one_pass, last_reads
@@ -111,7 +112,8 @@ def _in_place(step: Cluster | Foreach, kernel: Kernel, dying: set[str], made: li
             same = all(n.layout == store.layout and not n.index and n.mask is None for n in loads)
             # a loop over a row must not read again, in a later pass, what it has overwritten
             again = name in last and last[name] > levels[store.value]
-            if loads and same and not again and _alike(buffers[name], buffers[store.buffer]):
+            beside = isinstance(step, Cluster) and needed_beside(store, name, step)
+            if loads and same and not again and not beside and _alike(buffers[name], buffers[store.buffer]):
                 found[store.buffer] = name
                 break
     return found

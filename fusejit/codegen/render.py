@@ -21,7 +21,7 @@ from .ends import PeeledTape
 from .hinted import hinted, hinted_buffers, narrow, symbolic
 from .keep import along_row, kept
 from .kernel import Kernel, bytes_written, reads_of
-from .layout import Layout, permute
+from .layout import Layout, permute, reach
 from .lower import Buffer
 from .online import Shifted, in_one_pass
 from .ops import OPS, STORAGE
@@ -153,7 +153,8 @@ class Writer:
         self.rounded = _rounded(cluster)
         self.groups = self._groups()
         # bytes bound offsets, negative ones too
-        self.wide = any(n >= 2**31 for n in (product(cluster.axes), *(buffers[n].bytes for n in names)))
+        places = (reach(n.layout) for n in cluster.order if isinstance(n, Iota))
+        self.wide = any(n >= 2**31 for n in (product(cluster.axes), *places, *(buffers[n].bytes for n in names)))
         self.ends = self._ends() if self.peel else None
         self.segments = self._segments() if cluster.segments else None
 

@@ -57,7 +57,7 @@ def _scan(op: str, results: int = 1) -> Rule:
         source, dim = node.args[0], _dim(node)
         outs = node.meta["val"] if results == 2 else (node.meta["val"],)
         shape, dtype = tuple(outs[0].shape), outs[0].dtype
-        reverse = results == 1 and short(source.target) == "flip.default" and [d % len(shape) for d in source.args[1]] == [dim]
+        reverse = results == 1 and short(source.target) == "flip.default" and [d % max(1, len(shape)) for d in source.args[1]] == [dim]
         inner = torch.float32 if dtype in HALF else dtype
         x = cast(low.values[source.args[0] if reverse else source], inner)
         kept = [d for d in range(len(shape)) if d != dim]

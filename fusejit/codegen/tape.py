@@ -16,8 +16,9 @@ import torch
 
 from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Scan, Segment, Store, children, postorder, reduction
 from .cost import adds_tiles_up
+from .keep import needed_beside
 from .lanes import lanes
-from .layout import Layout
+from .layout import Layout, strided
 from .online import Shifted, shifted
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling, fill_of
 from .schedule import power_of_two
@@ -111,7 +112,14 @@ class Tape:
     def _checked(self, node: Expr) -> str:
         """Return where a check counts; a scalar of a row is checked once and not in each column."""
         rows = self.writer.tiles.template == "pointwise_row"
-        return self.writer.mask(layouts_of([node])) if rows else self.writer.mask([], columns=self.writer.full[node])
+        return self.writer.mask(self.runs_along([node])) if rows else self.writer.mask([], columns=self.writer.full[node])
+
+    def runs_along(self, roots: Iterable[Expr]) -> list[Layout]:
+        """Return layouts with the axes along which expressions run: a reduction has one value a row, whatever it was made of."""
+        cluster = self.writer.cluster
+        row = strided(cluster.axes, [1] * len(cluster.parallel) + [0] * len(cluster.reduce))
+        found = postorder(roots, lambda n: () if isinstance(n, Reduce) else children(n))
+        return [row if isinstance(n, Reduce) else n.layout for n in found if isinstance(n, (Load, Iota, Reduce))]
 
     def _iota(self, node: Iota) -> list[str]:
         offset = self.writer.offset(node.layout)
@@ -134,7 +142,7 @@ class Tape:
     def _access(self, node: Load) -> str:
         offset = self._place(node.layout, node.index)
         extra = self.text(node.mask) if node.mask is not None else ""
-        along, tested = layouts_of(e for e, _ in node.index), layouts_of([node.mask] if node.mask is not None else [])
+        along, tested = self.runs_along(e for e, _ in node.index), self.runs_along([node.mask] if node.mask is not None else [])
         mask = self.writer.mask([node.layout, *along, *tested], extra)
         if tested and not self.writer.some_axis((node.layout, *along)):
             offset += f" + 0 * {self.writer.some_axis(tested) or '0'}"  # one element, masked by a tile: Triton wants a tile of pointers
@@ -151,12 +159,13 @@ class Tape:
         if node.op == "cast":
             return cast_spelling(node.args[0].dtype, node.dtype, implicit=not self.writer.exact).format(self.text(node.args[0]))
         row = OPS[node.op]
-        small = node.op in INDEX_OPS | COMPARISONS and all(self._is_index(a) for a in node.args)
+        numbers = all(isinstance(a, Const) for a in node.args)  # of literals alone Python would make a Python value
+        small = node.op in INDEX_OPS | COMPARISONS and all(self._is_index(a) for a in node.args) and not numbers
         if small:
             if node.op in INDEX_OPS:
                 self.narrow.add(node)
             return row.text(*(self.text(a, literal=True, index=True) for a in node.args))
-        plain = row.literals and not all(isinstance(a, Const) for a in node.args)
+        plain = row.literals and not numbers
         text = row.text(*(self.text(a, literal=plain and a.dtype is not torch.float64) for a in node.args), exact=self.writer.exact)
         rounds = STORAGE[node.dtype].round if self.writer.exact and node.dtype in STORAGE else ""
         return rounds.format(text) if rounds else text
@@ -390,11 +399,8 @@ class Tape:
         value = STORAGE[store.dtype].store.format(self.text(writer.rounded.get(store.value, store.value)))
         mask = writer.mask([store.layout], columns=columns)
         word = "fj.atomic_add" if store.mode == "atomic_add" else "tl.store"
-        return [f"{word}({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ', None' * bool(store.mode)})"]
-
-
-def layouts_of(roots: Iterable[Expr]) -> list[Layout]:
-    return [n.layout for n in postorder(roots) if isinstance(n, (Load, Iota))]
+        first = ["tl.debug_barrier()"] if needed_beside(store, target, writer.cluster) else []
+        return [*first, f"{word}({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ', None' * bool(store.mode)})"]
 
 
 def _identities(node: Reduce) -> list[str]:

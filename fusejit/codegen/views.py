@@ -71,7 +71,7 @@ def _select(shape: Shape, dim: int, index: int) -> Views:
 
 
 def _flip(shape: Shape, dims: Sequence[int]) -> Views:
-    return (layout.flip(shape, [d % len(shape) for d in dims]),)
+    return (layout.flip(shape, [d % len(shape) for d in dims]),) if shape else ()
 
 
 def _diagonal(shape: Shape, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Views:
