@@ -32,8 +32,9 @@ def lazy_inline(fn: Any = None, attrs: str | list[str] | None = None, policy: st
     region of its own. Regions may call regions. Three or more equal blocks in one container (`ModuleList`, `Sequential`, or children
     of one module) are found without this mark unless they are tiny.
 
-    A region is a boundary: the last op of a block is not fused with the first of the next (at O3 it is). In return 48 blocks compile about as fast
-    as one. `policy="front"` captures the blocks in place, with fusion across them, also where they would be found without a mark.
+    A region is a boundary: the last op of a block is not fused with the first of the next, except at O3. In return 48 blocks compile
+    about as fast as one. `policy="front"` captures the blocks in place, with fusion across them, also where they would be found without
+    a mark.
 
     Args:
         fn: the class's `__init__`, or the class; None makes a decorator.
