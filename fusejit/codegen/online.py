@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cluster import Cluster, Compute, Const, Expr, Load, Reduce, children, compute, const, postorder, reduction, substitute
+from .cluster import Cluster, Compute, Const, Expr, Load, Reduce, cast, children, compute, const, postorder, reduction, substitute
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,11 @@ def shifted(node: Expr) -> Shifted | None:
     return Shifted(kind, node, value, (shift,))
 
 
-def linear(node: Expr) -> Shifted | None:
+def linear(node: Expr, exact: bool = False) -> Shifted | None:
     """Return the weights and the shift of `node`, if it is a sum of weighted distances to a maximum and more.
+
+    Args:
+        exact: whether casts to half types round inside a kernel; elsewhere they are looked through.
 
     >>> linear(sum(where(inside, t * ((x - max(x)) - log(sum(exp(x - max(x))))), 0)))
     Shifted("linear", .., x, (max(x), log(..)), weight=t, mask=inside, about=max(x))
@@ -93,19 +96,30 @@ def linear(node: Expr) -> Shifted | None:
     match term:
         case Compute(op="where", args=(condition, inner, Const(value=0))):
             term, mask = inner, condition
+    term = term if exact else _unrounded(term)
     while isinstance(term, Compute) and term.op in ("mul", "neg"):
-        factor, rest = (const(-1.0, term.dtype), term.args[0]) if term.op == "neg" else term.args
+        factor, rest = (const(-1.0, torch.float32), term.args[0]) if term.op == "neg" else term.args
         factor, rest = (rest, factor) if _has_reduce(factor) else (factor, rest)
-        weight = factor if weight is None else compute("mul", weight, factor, dtype=term.dtype)
-        term = rest
+        factor = cast(factor, torch.float32)
+        weight = factor if weight is None else compute("mul", weight, factor, dtype=torch.float32)
+        term = rest if exact else _unrounded(rest)
     parts: list[Expr] = []
-    while isinstance(term, Compute) and term.op == "sub" and _of_row(term.args[1]):
+    while isinstance(term, Compute) and term.op == "sub" and _of_row(term.args[1]) and term.dtype is torch.float32:
         parts.append(term.args[1])
         term = term.args[0]
     about = next((p for p in parts if isinstance(p, Reduce) and p.op == "amax" and _same_or_masked(p.args[0], term)), None)
     if about is None or any(_has_reduce(e) for e in (term, weight, mask) if e is not None) or term.dtype is not torch.float32:
         return None
     return Shifted("linear", node, term, tuple(reversed(parts)), weight, mask, about)
+
+
+def _unrounded(x: Expr) -> Expr:
+    """Return what casts from float32 to half types, and back, are made of."""
+    while isinstance(x, Compute) and x.op == "cast" and {x.dtype, x.args[0].dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
+        if not _has_reduce(x):
+            break
+        x = x.args[0]
+    return x
 
 
 def _same_or_masked(x: Expr, value: Expr) -> bool:

@@ -31,7 +31,7 @@ LONG = {True: 2048, False: 16384}  # elements a result, from which it pays: {col
 PLACES = {"argmax": "amax", "argmin": "amin"}  # a partial result is a value and its place
 
 
-def split(lowered: Lowered, device: Device | None = None) -> Lowered:
+def split(lowered: Lowered, device: Device | None = None, numerics: str = "fast") -> Lowered:
     """Return the program with every reduction split that has too few programs for its length."""
     buffers = dict(lowered.buffers)
     steps: list[Cluster | Extern | Foreach] = []
@@ -40,7 +40,7 @@ def split(lowered: Lowered, device: Device | None = None) -> Lowered:
         step = waiting.pop()
         length = _length(step, device or machine()) if isinstance(step, Cluster) and not symbolic(step) else 0
         if isinstance(step, Cluster) and length:
-            *made, last = in_pieces(step, length, buffers)
+            *made, last = in_pieces(step, length, buffers, numerics == "eager")
             steps += made
             waiting.append(last)  # a reduction of the corrected row is split again
         else:
@@ -89,7 +89,7 @@ def _along(store: Store, cluster: Cluster) -> bool:
     return any((store.layout.strides or ())[len(cluster.parallel) :]) or cluster.full[store.value]
 
 
-def in_pieces(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list[Cluster]:
+def in_pieces(cluster: Cluster, length: int, buffers: dict[str, Buffer], exact: bool = False) -> list[Cluster]:
     """Return the reduction of the pieces, that of the partial results, and what is left to do along the row."""
     pieces = -(-product(cluster.reduce) // length)
     even = pieces * length == product(cluster.reduce)
@@ -98,7 +98,7 @@ def in_pieces(cluster: Cluster, length: int, buffers: dict[str, Buffer]) -> list
     found: dict[Expr, Shifted] = {}
     for n, at in level.items():
         kind = shifted(n) if at == 2 else None
-        kind = linear(n) if kind is None and at > 1 else kind
+        kind = linear(n, exact) if kind is None and at > 1 else kind
         if kind is not None and all(level[base] == 1 or base in found for base in kind.bases):
             found[n] = kind
     taken = [n for n, at in level.items() if at == 1 or n in found]
