@@ -16,11 +16,11 @@ from dataclasses import replace
 import torch
 
 from .cluster import Cluster, Expr, Load, Reduce, Store, cast, compute, const, iota, load, postorder, reduction, rewrite, substitute, view
-from .cost import Device, machine, pays_to_split
+from .cost import Device, full, machine, pays_to_split
 from .hinted import symbolic
 from .layout import Affine, contiguous, strided
 from .lower import Buffer, Extern, Lowered
-from .online import Shifted, corrected, in_one_pass, linear, of_piece, own_shift, residual, shifted, weights
+from .online import Shifted, corrected, in_one_pass, linear, of_piece, own_shift, residual, shifted, weighted_count
 from .ops import INDEX_IDENTITY, OPS
 from .pattern import SPLITTABLE, Foreach
 from .scans import scans
@@ -64,7 +64,9 @@ def _length(cluster: Cluster, device: Device) -> int:
     if columns < LONG[upright] or programs >= enough or (unsure and not pays_to_split(cluster, _passes(cluster, device), device)):
         return 0
     wanted = min(2 * device.sms // max(1, programs), columns // (LONG[upright] // 8))
-    wanted = wanted if upright else max(wanted, -(-columns // device.row_values))  # a piece stays in registers
+    operands = len(full(cluster))
+    room = device.row_values // (2 * operands if operands > 1 else 1)  # several are kept as loaded beside what is made of them
+    wanted = wanted if upright else max(wanted, -(-columns // room))  # a piece stays in registers
     return _even(cluster.reduce, columns, wanted)
 
 
@@ -194,7 +196,7 @@ class _Partial:
         if found.kind == "square":
             more = count, self.stored(residual(found, length))
         elif found.kind == "linear":
-            more = count, count if found.weight is None and found.mask is None else self.stored(weights(found))
+            more = count, count if not found.weights and found.mask is None else self.stored(weighted_count(found))
         return reduction("sum", corrected(found.kind, piece, own, shifts, more), dtype=dtype)
 
 
