@@ -99,7 +99,7 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     if options.jit_level != "O1":
         fused, rewritten = clock("epilogue", epilogue(fused, options.numerics, gpu))
         fused = clock("many", many(cats(fused), device))
-    fused = clock("split", split(fused, device))
+    fused = clock("split", split(fused, device, options.numerics))
     if options.jit_level != "O1":
         fused = clock("foreach", foreach(fused, device))
     fused = in_memory(fused)

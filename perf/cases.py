@@ -439,6 +439,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 # The shapes that the targets name: (rows, columns) of the norms' backward, and the few long rows of a vocabulary.
 BACKWARDS = ((8192, 8192), (2048, 8192), (32768, 4096), (16384, 16384))
 VOCABULARY = ((16, 131072), (64, 131072))
+ENTROPIES, FEW = ("cross_entropy", "weighted_cross_entropy", "soft_cross_entropy"), (16, 128256)
 CENTRAL, WIDE = 4096, 32768
 
 
@@ -446,7 +447,8 @@ def _named() -> list[Case]:
     """What the targets name."""
     norms = [Case(BY_NAME[n], s[1], s, BF16, "backward", 0) for s in BACKWARDS for n in ("rms_norm", "layer_norm")]
     few = [Case(BY_NAME["softmax"], s[1], s, BF16, "forward", 0) for s in VOCABULARY]
-    return [*norms, *few]
+    losses = [Case(BY_NAME[n], FEW[1], FEW, BF16, "both", 2) for n in ENTROPIES]
+    return [*norms, *few, *losses]
 
 
 def _tier(family: Family, length: int, dtype: torch.dtype, pass_: str) -> int:

@@ -123,11 +123,12 @@ def ours(case: Case, target: str) -> Figures:
     with torch.set_grad_enabled(case.pass_ != "forward"):
         found = compile_for(block.fn, args, target=target, name=case.name)
         halves = {"forward": (found.forward,), "backward": (found.backward,), "both": (found.forward, found.backward)}[case.pass_]
-    kernels = [k for program in halves for k in program.kernels]
-    stages = [ms for program in halves for stage, ms in program.compile_ms.items() if stage != "kernels"]
+    runs = [run for program in halves for run in program.runs]  # parts of a product are Programs that run several times
+    kernels = [k for program, count in runs for k in program.kernels * count]
+    stages = [ms for program, _ in runs for stage, ms in program.compile_ms.items() if stage != "kernels"]
     return Figures(
-        launches=sum(program.launches for program in halves),
-        externs=sum(len(program.externs) for program in halves),
+        launches=sum(program.launches * count for program, count in runs),
+        externs=sum(len(program.externs) * count for program, count in runs),
         regs=max((k.n_regs for k in kernels), default=0),
         spills=sum(k.n_spills for k in kernels),
         wide=sum(k.wide_loads for k in kernels),

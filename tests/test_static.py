@@ -18,14 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "perf"))
 
 import criteria
 import static
-from cases import CASES, FAMILIES, VOCABULARY
+from cases import CASES, FAMILIES, FEW, VOCABULARY
 
 TELLING = (1023, 4096, 32768, 128)  # odd, the middle, the longest row of one pass; a head's width
 
 
 def _part():
     """Every family forward and backward at an odd, a middle and the longest length, one of the three in float32; what the targets name."""
-    named = [c for c in CASES if c.tier == 0 and (c.shape in VOCABULARY or c.shape == (16384, 16384))]
+    shapes = (*VOCABULARY, FEW, (16384, 1024, 128256))  # the last: logits in parts
+    named = [c for c in CASES if c.shape in shapes and c.dtype is torch.bfloat16 or c.tier == 0 and c.shape == (16384, 16384)]
     found = []
     for number, family in enumerate(FAMILIES):
         lengths = [n for n in TELLING if n in family.lengths] + [n for n in (4097,) if 1023 not in family.lengths and n in family.lengths]

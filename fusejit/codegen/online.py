@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .cluster import Cluster, Compute, Const, Expr, Load, Reduce, children, compute, const, postorder, reduction, substitute
+from .cluster import Cluster, Compute, Const, Expr, Load, Reduce, cast, children, compute, const, postorder, reduction, substitute
 
 
 @dataclass(frozen=True, slots=True)
 class Shifted:
-    """sum(exp(value - shift)), sum((value - shift) ** 2) or sum(weight * (value - shift - ..)), by `kind`: "exp", "square" or "linear".
+    """sum(exp(value - shift)), sum((value - shift) ** 2) or sum(weights * (value - shift - ..)), by `kind`: "exp", "square" or "linear".
 
     `shifts`: what is subtracted from the value, in turn, is made of reductions of the row and of constants. A linear sum has any number of
     them, one of which is `about`, the maximum of the values; it counts elements where `mask` holds.
@@ -32,7 +32,7 @@ class Shifted:
     node: Reduce
     value: Expr
     shifts: tuple[Expr, ...]
-    weight: Expr | None = None
+    weights: tuple[Expr, ...] = ()
     mask: Expr | None = None
     about: Reduce | None = None
 
@@ -55,7 +55,7 @@ class Shifted:
     @property
     def reads(self) -> tuple[Expr, ...]:
         """What of the row a piece needs."""
-        return tuple(e for e in (self.value, self.weight, self.mask) if e is not None)
+        return tuple(e for e in (self.value, *self.weights, self.mask) if e is not None and not isinstance(e, Const))
 
 
 def shifted(node: Expr) -> Shifted | None:
@@ -81,31 +81,45 @@ def shifted(node: Expr) -> Shifted | None:
     return Shifted(kind, node, value, (shift,))
 
 
-def linear(node: Expr) -> Shifted | None:
+def linear(node: Expr, exact: bool = False) -> Shifted | None:
     """Return the weights and the shift of `node`, if it is a sum of weighted distances to a maximum and more.
 
+    Args:
+        exact: whether casts to half types round inside a kernel; elsewhere they are looked through.
+
     >>> linear(sum(where(inside, t * ((x - max(x)) - log(sum(exp(x - max(x))))), 0)))
-    Shifted("linear", .., x, (max(x), log(..)), weight=t, mask=inside, about=max(x))
+    Shifted("linear", .., x, (max(x), log(..)), weights=(t,), mask=inside, about=max(x))
     """
     if not isinstance(node, Reduce) or node.op != "sum" or node.dtype is not torch.float32:
         return None
-    term, mask, weight = node.args[0], None, None
+    term, mask = node.args[0], None
+    weights: list[Expr] = []
     match term:
         case Compute(op="where", args=(condition, inner, Const(value=0))):
             term, mask = inner, condition
+    term = term if exact else _unrounded(term)
     while isinstance(term, Compute) and term.op in ("mul", "neg"):
-        factor, rest = (const(-1.0, term.dtype), term.args[0]) if term.op == "neg" else term.args
+        factor, rest = (const(-1.0, torch.float32), term.args[0]) if term.op == "neg" else term.args
         factor, rest = (rest, factor) if _has_reduce(factor) else (factor, rest)
-        weight = factor if weight is None else compute("mul", weight, factor, dtype=term.dtype)
-        term = rest
+        weights.append(cast(factor, torch.float32))
+        term = rest if exact else _unrounded(rest)
     parts: list[Expr] = []
-    while isinstance(term, Compute) and term.op == "sub" and _of_row(term.args[1]):
+    while isinstance(term, Compute) and term.op == "sub" and _of_row(term.args[1]) and term.dtype is torch.float32:
         parts.append(term.args[1])
         term = term.args[0]
     about = next((p for p in parts if isinstance(p, Reduce) and p.op == "amax" and _same_or_masked(p.args[0], term)), None)
-    if about is None or any(_has_reduce(e) for e in (term, weight, mask) if e is not None) or term.dtype is not torch.float32:
+    if about is None or any(_has_reduce(e) for e in (term, *weights, mask) if e is not None) or term.dtype is not torch.float32:
         return None
-    return Shifted("linear", node, term, tuple(reversed(parts)), weight, mask, about)
+    return Shifted("linear", node, term, tuple(reversed(parts)), tuple(weights), mask, about)
+
+
+def _unrounded(x: Expr) -> Expr:
+    """Return what casts from float32 to half types, and back, are made of."""
+    while isinstance(x, Compute) and x.op == "cast" and {x.dtype, x.args[0].dtype} <= {torch.float32, torch.bfloat16, torch.float16}:
+        if not _has_reduce(x):
+            break
+        x = x.args[0]
+    return x
 
 
 def _same_or_masked(x: Expr, value: Expr) -> bool:
@@ -164,14 +178,15 @@ def own_shift(found: Shifted, count: int) -> Expr:
     return compute("where", compute("eq", found.about, low, dtype=torch.bool), const(0.0, dtype), found.about, dtype=dtype)
 
 
-def weights(found: Shifted) -> Reduce:
+def weighted_count(found: Shifted) -> Reduce:
     """Return the sum of a piece's weights."""
     return _weighted(found, const(1.0, found.node.dtype))
 
 
 def _weighted(found: Shifted, value: Expr) -> Reduce:
     dtype = found.node.dtype
-    value = value if found.weight is None else compute("mul", value, found.weight, dtype=dtype)
+    for weight in found.weights:
+        value = compute("mul", value, weight, dtype=dtype)
     value = value if found.mask is None else compute("where", found.mask, value, const(0.0, dtype), dtype=dtype)
     node = reduction("sum", value, dtype=dtype)
     assert isinstance(node, Reduce)
@@ -215,8 +230,8 @@ def in_one_pass(cluster: Cluster) -> tuple[dict[Expr, int], dict[Expr, Shifted]]
     found: dict[Expr, Shifted] = {}
     for node in cluster.order:
         below = max((levels[c] for c in children(node)), default=0)
-        one = shifted(node) if below == 1 else None
-        if one is not None and (one.kind == "square" or _is_maximum(one)):
+        one = (shifted(node) or linear(node, exact=True)) if below == 1 else None
+        if one is not None and (one.kind == "square" or _is_maximum(one) or _about_maximum(one, levels)):
             found[node] = one
             levels[node] = 1
         else:
@@ -242,7 +257,14 @@ def last_reads(cluster: Cluster, one_pass: bool = True) -> dict[str, int]:
 
 def _is_maximum(found: Shifted) -> bool:
     bases = found.bases
-    return len(bases) == 1 and bases[0].op == "amax" and bases[0].args[0] is found.value and not _masked(found.node)
+    return found.kind == "exp" and len(bases) == 1 and bases[0].op == "amax" and bases[0].args[0] is found.value and not _masked(found.node)
+
+
+def _about_maximum(found: Shifted, levels: dict[Expr, int]) -> bool:
+    """Whether a linear sum is about a maximum that the same loop takes, and moved by what it takes besides."""
+    plain = found.about is not None and found.about.args[0] is found.value and found.mask is None
+    plain = plain and all(read in levels for read in found.reads)
+    return plain and all(levels[base] == 1 for base in found.bases)
 
 
 def _masked(node: Reduce) -> bool:

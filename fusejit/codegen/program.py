@@ -88,11 +88,16 @@ class Program:
     @property
     def called(self) -> list[Program]:
         """Every Program that a call of this one runs, itself left out, the innermost first."""
-        found: dict[int, Program] = {}
+        return [program for program, _ in self.runs[:-1]]
+
+    @property
+    def runs(self) -> list[tuple[Program, int]]:
+        """Every Program that a call of this one runs, and how often: the innermost first, itself last and once."""
+        found: dict[int, tuple[Program, int]] = {}
         for step in self.calls:
-            for program in (*step.program.called, step.program):
-                found.setdefault(id(program), program)
-        return list(found.values())
+            for program, count in step.program.runs:
+                found[id(program)] = program, count + found.get(id(program), (program, 0))[1]
+        return [*found.values(), (self, 1)]
 
     @cached_property
     def call(self) -> Callable[[list[Any]], Sequence[Any]]:

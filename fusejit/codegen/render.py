@@ -472,7 +472,7 @@ class Writer:
 
     def inputs(self, node: Reduce) -> tuple[Expr, ...]:
         """Return what a loop reads to reduce: a shifted sum needs the values that are shifted, not the shift."""
-        return (self.online[node].value,) if node in self.online else node.args
+        return self.online[node].reads if node in self.online else node.args
 
     def policies(self, top: int) -> list[dict[Expr, str]]:
         """Return, for each pass, how L2 should treat what it loads: kept for the next pass, or let go of after the last one."""

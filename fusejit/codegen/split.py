@@ -5,13 +5,10 @@ writes along the whole row follows as a pointwise cluster. Deterministic: no ato
 
     parallel 1 | reduce 1048576   ->   parallel 256 | reduce 4096,  then  parallel 1 | reduce 256
     softmax of 16 x 131072        ->   maximum and sum of 32 pieces a row,  those combined,  then  16 x 131072 values written
-<<<<<<< HEAD
+    the loss of soft targets      ->   maximum, sum and weighted sum of a piece,  those combined:  logits are read once
     parallel 256 | reduce s0      ->   parallel 256 33 | reduce q0,  then  parallel 256 | reduce 33          q0 = s0 / 33, rounded up
 
 Where a length varies the number of pieces is one for all sizes, and what lies behind the end of the row is masked.
-=======
-    the loss of soft targets      ->   maximum, sum and weighted sum of a piece,  those combined:  logits are read once
->>>>>>> tail5
 """
 
 from __future__ import annotations
@@ -22,11 +19,11 @@ from dataclasses import replace
 import torch
 
 from .cluster import Cluster, Expr, Load, Reduce, Store, cast, compute, const, iota, load, postorder, reduction, rewrite, substitute, view
-from .cost import Device, machine, pays_to_split
+from .cost import Device, full, machine, pays_to_split
 from .hinted import hinted
 from .layout import Affine, contiguous, strided
 from .lower import Buffer, Extern, Lowered
-from .online import Shifted, corrected, in_one_pass, linear, of_piece, own_shift, residual, shifted, weights
+from .online import Shifted, corrected, in_one_pass, linear, of_piece, own_shift, residual, shifted, weighted_count
 from .ops import INDEX_IDENTITY, OPS
 from .pattern import SPLITTABLE, Foreach
 from .scans import scans
@@ -39,7 +36,7 @@ EVEN = 256  # pieces of a row that it is no multiple of begin at multiples of so
 PLACES = {"argmax": "amax", "argmin": "amin"}  # a partial result is a value and its place
 
 
-def split(lowered: Lowered, device: Device | None = None) -> Lowered:
+def split(lowered: Lowered, device: Device | None = None, numerics: str = "fast") -> Lowered:
     """Return the program with every reduction split that has too few programs for its length."""
     buffers = dict(lowered.buffers)
     steps: list[Cluster | Extern | Foreach] = []
@@ -48,7 +45,7 @@ def split(lowered: Lowered, device: Device | None = None) -> Lowered:
         step = waiting.pop()
         found = _cut(step, device or machine()) if isinstance(step, Cluster) else None
         if found:
-            *made, last = in_pieces(*found, buffers)
+            *made, last = in_pieces(*found, buffers, numerics == "eager")
             steps += made
             waiting.append(last)  # a reduction of the corrected row is split again
         else:
@@ -102,7 +99,9 @@ def _pieces(cluster: Cluster, device: Device) -> int:
     if columns < LONG[upright] or programs >= enough or (unsure and not pays_to_split(cluster, _passes(cluster, device), device)):
         return 0
     wanted = min(2 * device.sms // max(1, programs), columns // (LONG[upright] // 8))
-    return wanted if upright else max(wanted, -(-columns // device.row_values))  # a piece stays in registers
+    operands = len(full(cluster))
+    room = device.row_values // (2 * operands if operands > 1 else 1)  # several are kept as loaded beside what is made of them
+    return wanted if upright else max(wanted, -(-columns // room))  # a piece stays in registers
 
 
 def _passes(cluster: Cluster, device: Device) -> int:
@@ -126,7 +125,7 @@ def _along(store: Store, cluster: Cluster) -> bool:
     return any((store.layout.strides or ())[len(cluster.parallel) :]) or cluster.full[store.value]
 
 
-def in_pieces(cluster: Cluster, pieces: AnySize, length: AnySize, buffers: dict[str, Buffer]) -> list[Cluster]:
+def in_pieces(cluster: Cluster, pieces: AnySize, length: AnySize, buffers: dict[str, Buffer], exact: bool = False) -> list[Cluster]:
     """Return the reduction of the pieces, that of the partial results, and what is left to do along the row."""
     even = pieces * length == product(cluster.reduce)
     wide = cluster.reshape(cluster.parallel, (pieces, length)) if even else padded(cluster, pieces, length)
@@ -134,7 +133,7 @@ def in_pieces(cluster: Cluster, pieces: AnySize, length: AnySize, buffers: dict[
     found: dict[Expr, Shifted] = {}
     for n, at in level.items():
         kind = shifted(n) if at == 2 else None
-        kind = linear(n) if kind is None and at > 1 else kind
+        kind = linear(n, exact) if kind is None and at > 1 else kind
         if kind is not None and all(level[base] == 1 or base in found for base in kind.bases):
             found[n] = kind
     taken = [n for n, at in level.items() if at == 1 or n in found]
@@ -234,7 +233,7 @@ class _Partial:
         if found.kind == "square":
             more = count, self.stored(residual(found, length))
         elif found.kind == "linear":
-            more = count, count if found.weight is None and found.mask is None else self.stored(weights(found))
+            more = count, count if not found.weights and found.mask is None else self.stored(weighted_count(found))
         return reduction("sum", corrected(found.kind, piece, own, shifts, more), dtype=dtype)
 
 

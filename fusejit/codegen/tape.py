@@ -315,10 +315,15 @@ class Tape:
         value, masked = self._tile(found.value), self.writer.masked("r")
         names = [self.fresh() for _ in range(1 if found.kind == "exp" else 2)]
         start = [f"{n} = tl.full([XBLOCK, RBLOCK], 0.0, tl.float32)" for n in names]
+        maxima = "" if found.kind == "square" else self.slots[found.about or found.bases[0]]
         if found.kind == "exp":
-            maxima = self.slots[found.bases[0]]
             news = [f"fj.online_exp({maxima}, {names[0]}, {value})"]
             end = self.row("fj.sum(fj.online_exp_sum({0}, {1}, {2}), 1)", "sum")
+        elif found.kind == "linear":
+            weight = " * ".join(self.text(w) if isinstance(w, Const) else self._tile(w) for w in found.weights) or "1.0"
+            news = [f"fj.online_linear({maxima}, {', '.join(names)}, {value}, {weight})", f"{names[1]} + {weight}"]
+            away = " - ".join(["fj.finite_or_zero({0})", *(f"{{{3 + i}}}" for i in range(len(found.shifts)))])
+            end = self.row(f"fj.sum({{1}} + ({away}) * {{2}}, 1)", "sum")
         else:
             near, lines = self.mean_of_first_tile(found, outside)
             start += lines
@@ -329,12 +334,12 @@ class Tape:
             end = f"fj.shifted_squares({', '.join(sums)}, {float(product(self.writer.cluster.reduce))})"
         guard = "{0} = tl.where(rmask, {1}, {0})" if masked else "{0} = {1}"
         body = [guard.format(name, new) for name, new in zip(names, news, strict=True)]
-        shift = postorder([found.shift], lambda n: () if isinstance(n, Reduce) else children(n))
-        finish = [line for n in shift for line in outside.statement(n)]
+        shifts = postorder(found.shifts, lambda n: () if isinstance(n, Reduce) else children(n))
+        finish = [line for n in shifts for line in outside.statement(n)]
         result = outside.names[found.node] = self.names[found.node] = self.fresh()
-        kept = [maxima, *names] if found.kind == "exp" else names
-        whole = end.format(*kept, outside.text(found.shift))
-        if ends and found.kind == "exp":
+        kept = [maxima, *names] if maxima else names
+        whole = end.format(*kept, *map(outside.text, found.shifts))
+        if ends and maxima:
             more, whole = ends.together(found.node, whole, names, outside)
         return start, body, [*finish, *(more if ends else []), f"{result} = {whole}"]
 

@@ -230,6 +230,19 @@ def online_exp_sum(m, s, shift):
 
 
 @jit
+def finite_or_zero(m):
+    """A maximum that values can be about: those of a place of -inf only stay -inf about zero."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@jit
+def online_linear(m, s, w, x, weight):
+    """One more value of a sum of weighted distances to a running maximum `m`, before `m` takes it in; `w`: the weights so far."""
+    new = finite_or_zero(maximum(m, x))
+    return s + (finite_or_zero(m) - new) * w + weight * (x - new)
+
+
+@jit
 def shifted_squares(total, squares, count):
     """`total` and `squares` of x - near, as the sum of the squares of x - mean; little cancels where near is near the mean."""
     overflown = (squares == float("inf")) & (tl.abs(total) < float("inf"))  # of finite x, as against an x that is infinite
