@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cluster import Cluster, Compute, Const, Expr, Load, Reduce, children, compute, const, postorder, reduction, substitute
+from .cluster import Cluster, Compute, Const, Expr, Load, Reduce, Scan, children, compute, const, postorder, reduction, substitute
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ def shifted(node: Expr) -> Shifted | None:
         return None
     if any(isinstance(n, Reduce) for leaf in leaves for a in children(leaf) for n in postorder([a])):
         return None
-    if kind == "square" and (masked or not _is_mean(shift, value)):
+    scanned = any(isinstance(n, Scan) for n in postorder([value]))  # what the first tile is near, nobody knows before the loop scans it
+    if kind == "square" and (masked or scanned or not _is_mean(shift, value)):
         return None
     return Shifted(kind, node, value, shift)
 
