@@ -24,6 +24,7 @@ CORNERS = {
     "select_scatter of doubles": (lambda a: a.select_scatter(a.select(0, 0).double(), 0, 2) + 1, ROW),
     "flip of a scalar": (lambda a: a.flip(0) * 2 + a.flip(0).cumsum(0), ROW[0]),
     "norm of a scalar": (lambda a: (-a).norm(1, dim=0, keepdim=True) + torch.linalg.vector_norm(a, 2, dim=-1), ROW[0]),
+    "a norm of a scan longer than a tile": (lambda a: F.layer_norm(a.cumsum(-1), (a.shape[-1],)), torch.randn(1, 17000)),
     "roll of nothing": (lambda a: a.roll(1, 0) + 1, ROW[:0]),
 }
 

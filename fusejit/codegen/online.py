@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cluster import Cluster, Compute, Const, Expr, Load, Reduce, cast, children, compute, const, postorder, reduction, substitute
+from .cluster import Cluster, Compute, Const, Expr, Load, Reduce, Scan, cast, children, compute, const, postorder, reduction, substitute
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,8 @@ def shifted(node: Expr) -> Shifted | None:
     value, shift = rest.args
     if not _of_row(shift) or any(isinstance(n, Reduce) for base in _leaves(shift) for a in children(base) for n in postorder([a])):
         return None
-    if kind == "square" and (masked or not _is_mean(shift, value)):
+    scanned = any(isinstance(n, Scan) for n in postorder([value]))  # what the first tile is near, nobody knows before the loop scans it
+    if kind == "square" and (masked or scanned or not _is_mean(shift, value)):
         return None
     return Shifted(kind, node, value, (shift,))
 
