@@ -1,11 +1,11 @@
 """What a function reads and writes outside itself while it is captured.
 
 In: a running capture. Out: every attribute, global and closure cell it read (`reads`, which become guards), and every
-attribute, container or global it changed, put back and reported (`Recorder.restore() -> list[Effect]`).
+attribute, container or global it can change, as it was before (`snapshots`, `cells`, `stores`: see writes.py).
 
     >>> with Recorder() as recorder:
     ...     recorder.watch(module); module(fake)
-    >>> [str(effect) for effect in recorder.restore()]
+    >>> [str(change.effect) for change in restore(recorder, ())]
     ['Net.last was set at model.py:9: self.last = y']
 
 Reads are seen by replacing `__getattribute__` of `nn.Module`, and of the class of every plain object that is reached, while
@@ -32,7 +32,7 @@ from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
 from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
 from .outside import on_builtin_call, on_python_call
-from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, refill, same_items
+from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Read, copied, freeze
 from .streams import Streams
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -76,6 +76,7 @@ class Recorder:
         self.profiling = False
         self.silent = 0
         self.ignored: set[int] = set()
+        self.twins: Mapping[int, Any] = {}  # real tensors' stand-ins in the trace, by id
         self.inference = torch.is_inference_mode_enabled()
 
     # Installing and removing the replaced methods.
@@ -433,37 +434,6 @@ class Recorder:
                 for name, tensor in table.get(section, {}).items():
                     if tensor is not None:
                         self.sources.setdefault(id(tensor), Read("entry", table, name, tensor, section))
-
-    # Putting back.
-
-    def restore(self) -> list[Effect]:
-        """Undo every write that was seen and return them, in the order in which their objects were met."""
-        found: list[Effect] = []
-        for holder, before, owner in self.snapshots:
-            if not same_items(holder, before):
-                found.extend(self.describe(holder, before, owner))
-                refill(holder, before)
-        for cell, value in {id(cell): (cell, value) for cell, value in reversed(self.cells)}.values():  # as each was met first
-            if cell.cell_contents is not value:
-                found.append(Effect("a closure variable", "set"))
-                cell.cell_contents = value
-        for scope, name, value in self.stores.values():
-            if scope.get(name, MISSING) is not value:
-                found.append(Effect(f"the global {name}", "set"))
-                if value is MISSING:
-                    scope.pop(name, None)
-                else:
-                    scope[name] = value
-        return found
-
-    def describe(self, holder: Any, before: Any, owner: str) -> list[Effect]:
-        if not isinstance(holder, dict):
-            return [Effect(f"a {owner}" if owner == type(holder).__name__ else owner, "changed")]
-        names = [
-            name for name in dict.fromkeys([*before, *holder]) if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)
-        ]
-        lines = {name: line for (_, name), line in self.writes.items()}
-        return [Effect(f"{owner}.{name}", "set" if name in holder else "deleted", lines.get(name, "")) for name in names]
 
 
 LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter,

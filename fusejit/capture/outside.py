@@ -38,6 +38,9 @@ CLOCKS = frozenset({
 })  # fmt: skip
 """Functions whose result is another one at each call, and which a graph does not call again."""
 FROZEN = "it would run while capturing only, and its result be frozen into the graph; call it outside, and pass the result as an argument"
+RESEEDS = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
+SETTINGS: dict[Any, str] = {torch._C._set_default_dtype: "torch.set_default_dtype"}
+ONCE = "it would take effect at capture only; call it outside"
 INFERENCE = "the capture itself runs outside inference mode, and would see that"
 
 
@@ -63,6 +66,9 @@ def on_builtin_call(recorder: Any, frame: types.FrameType, called: Any) -> None:
     owner = called.__self__
     if isinstance(owner, random.Random) and id(owner) in recorder.streams.met:
         raise Unsupported(*DRAWN, frame_line(user_frame(frame)), in_python=False)  # Dynamo has streams of its own
+    if called in SETTINGS or type(owner) is torch.Generator and called.__name__ in RESEEDS:
+        name = SETTINGS.get(called, f"torch.Generator.{called.__name__}")
+        raise Unsupported(f"{name} inside a jitted function", ONCE, frame_line(user_frame(frame)), in_python=False)
     if kind(frame.f_code.co_filename) == "torch":
         return
     if type(owner) is ContextVar and called.__name__ == "get":

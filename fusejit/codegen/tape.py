@@ -17,7 +17,7 @@ import torch
 from .cluster import Compute, Const, Expr, Iota, Load, Random, Reduce, Scan, Segment, Store, children, postorder, reduction
 from .cost import adds_tiles_up
 from .lanes import lanes
-from .layout import Layout
+from .layout import Layout, Mode
 from .online import Shifted, shifted
 from .ops import INDEX_IDENTITY, OPS, STORAGE, cast_spelling, fill_of
 from .schedule import power_of_two
@@ -111,7 +111,7 @@ class Tape:
     def _checked(self, node: Expr) -> str:
         """Return where a check counts; a scalar of a row is checked once and not in each column."""
         rows = self.writer.tiles.template == "pointwise_row"
-        return self.writer.mask(layouts_of([node])) if rows else self.writer.mask([], columns=self.writer.full[node])
+        return self.writer.mask(layouts_of([node], self.writer.split)) if rows else self.writer.mask([], columns=self.writer.full[node])
 
     def _iota(self, node: Iota) -> list[str]:
         offset = self.writer.offset(node.layout)
@@ -134,7 +134,8 @@ class Tape:
     def _access(self, node: Load) -> str:
         offset = self._place(node.layout, node.index)
         extra = self.text(node.mask) if node.mask is not None else ""
-        along, tested = layouts_of(e for e, _ in node.index), layouts_of([node.mask] if node.mask is not None else [])
+        split = self.writer.split
+        along, tested = layouts_of((e for e, _ in node.index), split), layouts_of([node.mask] if node.mask is not None else [], split)
         mask = self.writer.mask([node.layout, *along, *tested], extra)
         if tested and not self.writer.some_axis((node.layout, *along)):
             offset += f" + 0 * {self.writer.some_axis(tested) or '0'}"  # one element, masked by a tile: Triton wants a tile of pointers
@@ -393,8 +394,12 @@ class Tape:
         return [f"{word}({writer.pointers[target]} + ({offset}), {value}{', ' + mask if mask else ', None' * bool(store.mode)})"]
 
 
-def layouts_of(roots: Iterable[Expr]) -> list[Layout]:
-    return [n.layout for n in postorder(roots) if isinstance(n, (Load, Iota))]
+def layouts_of(roots: Iterable[Expr], split: int) -> list[Layout]:
+    """Return the layouts that values vary by; what a row is reduced to varies by the `split` parallel axes alone."""
+    outer = postorder(roots, lambda n: () if isinstance(n, Reduce) else children(n))
+    inner = [n.layout for n in postorder(n for n in outer if isinstance(n, Reduce)) if isinstance(n, (Load, Iota))]
+    still = [Layout((*lay.dims[:split], *((Mode(1, 0),) for _ in lay.dims[split:]))) for lay in inner]
+    return [*(n.layout for n in outer if isinstance(n, (Load, Iota))), *still]
 
 
 def _identities(node: Reduce) -> list[str]:
