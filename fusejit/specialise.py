@@ -201,7 +201,8 @@ def refuse_carried(captured: Captured, again: Callable[[], Captured], symbolic: 
         Unsupported: it does not; names what it changes.
     """
     what = captured.carried[0].effect
-    refused = Unsupported(what.target, f"{what.action} by each call, and the next one computes with it: {CARRIED}", what.line)
+    seen = not any(id(change.holder) in captured.recorder.functions for change in captured.carried)
+    refused = Unsupported(what.target, f"{what.action} by each call, and the next one computes with it: {CARRIED}", what.line, seen)
     with LOCK, contextlib.ExitStack() as stack:
         first = again() if captured.regions is not None or symbolic else captured
         stack.enter_context(left(captured.carried))

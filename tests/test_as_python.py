@@ -144,6 +144,18 @@ def a_hidden_state():
 
 
 @program
+def a_state_of_two():
+    cell = nn.LSTMCell(3, 3)
+    net = types.SimpleNamespace(state=(torch.zeros(1, 3), torch.zeros(1, 3)))
+
+    def run(x):
+        net.state = tuple(value.detach() for value in cell(x, net.state))
+        return net.state[0]
+
+    return run, lambda: net.state, lambda: (torch.randn(1, 3),)
+
+
+@program
 def a_closure_tensor():
     total = torch.zeros(3)
 
@@ -157,13 +169,46 @@ def a_closure_tensor():
 
 @program
 def a_counter_that_counts():
-    count = types.SimpleNamespace(calls=0)
+    class Count:
+        def __init__(self) -> None:
+            self.calls = 0
+
+    count = Count()
 
     def run(x):
         count.calls += 1
         return x * count.calls
 
     return run, lambda: count.calls, row
+
+
+@program
+def slots_and_class_attributes():
+    class Slotted:
+        __slots__ = ("total",)
+        latest: Any = None
+
+    held = Slotted()
+    held.total = torch.zeros(3)
+
+    def run(x):
+        held.total = held.total + x
+        Slotted.latest = x * 2
+        return held.total * 2
+
+    return run, lambda: (held.total, Slotted.latest), row
+
+
+@program
+def a_dict_of_attributes():
+    held = types.SimpleNamespace(calls=1)
+
+    def run(x):
+        vars(held)["calls"] += 1
+        vars(held)["last"] = x * 2
+        return x * held.calls
+
+    return run, lambda: vars(held), row
 
 
 @program
@@ -347,9 +392,12 @@ def test_what_is_said_of_it(caplog):
     jitted = jit(net)
     for _ in range(3):
         jitted(torch.randn(3))
-    assert jitted.cache_info()[:4] == (2, 1, 2, 0)  # `last` was None at first
+    assert jitted.cache_info()[:4] == (2, 1, 2, 0)  # `seen` was empty at first
     assert "Moving.calls was set" in caplog.text and not any(name in caplog.text for name in ("mean", "total", "last", "seen"))
+    recurrent = jit(a_state_of_two()[0])
+    for _ in range(5):
+        recurrent(torch.randn(1, 3))
+    assert recurrent.cache_info()[:4] == (1, 4, 1, 0)
     caplog.clear()
-    for make, line in ((numpy_generator, "generator.random()"), (a_counter_that_counts, "count.calls += 1")):
-        jit(make()[0])(torch.randn(3))
-        assert "eager fallback" in caplog.text and line in caplog.text
+    jit(a_counter_that_counts()[0])(torch.randn(3))
+    assert "eager fallback" in caplog.text and "count.calls += 1" in caplog.text

@@ -390,7 +390,8 @@ def trace_once(
         torch.set_rng_state(seeded)
         reason = "it would take effect at capture only; call it outside"
         raise Unsupported("torch.manual_seed inside a jitted function", reason, in_python=False)
-    captured.effects, captured.carried = [change.effect for change in lost], carried(watcher, lost)
+    captured.effects = [*(change.effect for change in lost), *watcher.messages.values()]
+    captured.carried = carried(watcher, lost)
     return captured
 
 
@@ -403,15 +404,14 @@ def run_body(
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-    modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
-    fake_mode = modes.pop() if modes else symbols.mode if symbols is not None else FakeTensorMode()
+    modes = [leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)]
+    fake_mode = modes[0] if modes else symbols.mode if symbols is not None else FakeTensorMode()
     tracing = LOCAL.tracing = Tracing(fake_mode, symbols)
     watcher.twins = tracing.twins
-    blocks = regions and regions(tracing, watcher)
-    positions = tracing.take(leaves)
+    blocks, positions = regions and regions(tracing, watcher), tracing.take(leaves)
     fakes = [tracing.twins[id(leaves[position])] for position in positions]
-    result: list[Any] = []
     numbers = symbols.given() if symbols is not None else {}
+    result: list[Any] = []
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         stand_in = dict(zip(tracing.arguments, inputs))
@@ -428,9 +428,8 @@ def run_body(
             check_identities(fn, out, (args, kwargs))
             flat: list[Any] = []
             result.append(tree.flatten(out, flat))
-            flat = [tracing.replace(item) for item in flat]
-        result.append(flat)
-        tensors = [item for item in flat if isinstance(item, Tensor)]
+            result.append([tracing.replace(item) for item in flat])
+        tensors = [item for item in result[1] if isinstance(item, Tensor)]
         result.append(tuple(stores(watcher, mode.tracer.tensor_tracker, tensors)))
         return tuple(tensors if tracing.token is None else [*tensors, tracing.token])
 
@@ -444,9 +443,8 @@ def run_body(
     if symbols is not None:
         refuse_type(symbols.scalars, watcher.codes)
         module = symbols.bind(module)
-    lifted, (kind, flat, stored) = tuple(value for value, _ in tracing.lifted), result
-    outputs = sort_outputs(flat)
-    return Captured(module, tuple(positions), lifted, outputs, kind, tracing.same, [], watcher, name, regions=blocks, stores=stored)
+    lifted, outputs = tuple(value for value, _ in tracing.lifted), sort_outputs(result[1])
+    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name, (), blocks, result[2])
 
 
 @contextlib.contextmanager

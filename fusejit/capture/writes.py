@@ -43,10 +43,19 @@ class Change:
             refill(self.holder, value)
         elif isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
+        elif not isinstance(self.holder, dict):  # a class, or the member of a class that is a slot
+            self.put_attribute(value)
         elif value is MISSING:
             dict.pop(self.holder, self.name, None)
         else:
             dict.__setitem__(self.holder, self.name, value)
+
+    def put_attribute(self, value: Any) -> None:
+        write, delete = (type.__setattr__, type.__delattr__) if isinstance(self.holder, type) else (object.__setattr__, object.__delattr__)
+        if value is not MISSING:
+            write(self.holder, self.name, value)
+        elif getattr(self.holder, self.name, MISSING) is not MISSING:
+            delete(self.holder, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +81,32 @@ def every_change(recorder: Any) -> Iterator[Change]:
     for holder, before, owner in recorder.snapshots:
         if not same_items(holder, before):
             yield from held(recorder, holder, before, owner)
+    yield from attributes(recorder)
     for cell, value in {id(cell): (cell, value) for cell, value in reversed(recorder.cells)}.values():  # as each was met first
         if cell.cell_contents is not value:
             yield Change(cell, "cell_contents", value, cell.cell_contents, Effect("a closure variable", "set"))
     for scope, name, value in recorder.stores.values():
         if scope.get(name, MISSING) is not value:
             yield Change(scope, name, value, scope.get(name, MISSING), Effect(f"the global {name}", "set"))
+
+
+def attributes(recorder: Any) -> Iterator[Change]:
+    """What changed in slots and in classes."""
+    for obj, name, member, before in recorder.slots:
+        try:
+            now = member.__get__(obj)
+        except AttributeError:
+            now = MISSING
+        if now is not before:
+            line = recorder.writes.get((id(obj), name), "")
+            yield Change(obj, name, before, now, Effect(f"{type(obj).__name__}.{name}", "deleted" if now is MISSING else "set", line))
+    for cls, values in recorder.classes.items():
+        for name in dict.fromkeys([*values, *cls.__dict__]):
+            old, now = values.get(name, MISSING), cls.__dict__.get(name, MISSING)
+            if now is not old and not name.startswith("__"):
+                yield Change(
+                    cls, name, old, now, Effect(f"the class attribute {cls.__name__}.{name}", "deleted" if now is MISSING else "set")
+                )
 
 
 def held(recorder: Any, holder: Any, before: Any, owner: str) -> Iterator[Change]:
@@ -150,8 +179,9 @@ def restore(recorder: Any, stored: Sequence[Store]) -> list[Change]:
 def carried(recorder: Any, lost: Sequence[Change]) -> list[Change]:
     """Return the changes of places that the function also reads: the next call finds there what this one has left."""
     read = {(id(read.table), read.name) for read in recorder.reads.values()}
-    plain = [change.name is not None and not isinstance(change.holder, types.CellType) for change in lost]
-    return [change for change, named in zip(lost, plain) if not named or (id(change.holder), change.name) in read]
+    by_name = recorder.tables | {id(scope) for scope, _, _ in recorder.stores.values()} | {id(obj) for obj, *_ in recorder.slots}
+    named = {name for _, name in recorder.writes} | {name for _, name, _ in recorder.stores.values()}  # not so what is set in `vars(obj)`
+    return [c for c in lost if id(c.holder) not in by_name or c.name not in named or (id(c.holder), c.name) in read]
 
 
 @contextlib.contextmanager
