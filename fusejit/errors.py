@@ -7,7 +7,9 @@ In: what went wrong and where in the user's code. Out: one exception whose text 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 
 
 class FusejitError(RuntimeError):
@@ -52,3 +54,33 @@ class Unsupported(FusejitError):
     def __init__(self, op: str, reason: str, line: str = "", in_python: bool = True) -> None:
         super().__init__(f"{op}: {reason}" + (f" (at {line})" if line else ""))
         self.op, self.reason, self.line, self.in_python = op, reason, line, in_python
+        note_refusal(self)
+
+
+class _Raised(threading.local):
+    seen: list[Exception] | None = None
+
+
+_RAISED = _Raised()
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[list[Exception]]:
+    """Collect the refusals that this thread makes inside the block, those that the user's own `except` catches included."""
+    before, _RAISED.seen = _RAISED.seen, []
+    try:
+        yield _RAISED.seen
+    finally:
+        _RAISED.seen = before
+
+
+def note_refusal(error: Exception) -> None:
+    """Add to the refusals that are collected, if any are."""
+    if _RAISED.seen is not None:
+        _RAISED.seen.append(error)
+
+
+def forget_refusal(error: Exception) -> None:
+    """Take back a refusal that fusejit itself has caught, and found another way."""
+    if _RAISED.seen is not None:
+        _RAISED.seen[:] = [other for other in _RAISED.seen if other is not error]

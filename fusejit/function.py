@@ -30,6 +30,7 @@ from .backend import Reader
 from .capture import trace
 from .capture.dynamic import Dynamic
 from .capture.guards import key_for
+from .capture.lines import error_line
 from .capture.mutable import family
 from .capture.reasons import differences, named
 from .errors import CaptureError, FusejitError, Unsupported
@@ -188,6 +189,12 @@ class JitFunction:
             found, lifted = self.find(key, receiver, args, kwargs, leaves)
         except Unsupported as error:
             return self.fall_back(error, key, receiver, args, kwargs, leaves)
+        except FusejitError:
+            raise
+        except Exception as error:  # the function's own: in Python it comes behind what the function has changed until then
+            if self.settings.fullgraph or config.read("strict"):
+                raise
+            return self.run_again(error, key, receiver, args, kwargs, leaves)
         return self.start(found, Call(receiver, args, kwargs, leaves, lifted))
 
     def start(self, found: Specialisation, call: Call) -> Any:
@@ -276,6 +283,16 @@ class JitFunction:
             reasons = "; ".join(found.through.reasons) or "no op stands between the breaks"
             found.fallbacks.append(Fallback("capture_mode 'bytecode', tried next", f"compiled nothing: {reasons}"))
             found.through = None
+        with self._lock, trace.LOCK:
+            self.remember(key, found, leaves)
+        self.tell(found)
+        return result
+
+    def run_again(self, error: Exception, key: Any, receiver: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+        """Run a call whose capture raised, as plain Python, which raises the same; remember where it does not."""
+        result = self.plain(receiver, args, kwargs)
+        refused = Unsupported(type(error).__name__, f"raised while it was captured, and not in Python: {error}", error_line(error), False)
+        found = eager_specialisation(refused, self.settings.name, receiver, leaves)
         with self._lock, trace.LOCK:
             self.remember(key, found, leaves)
         self.tell(found)

@@ -25,7 +25,8 @@ from .capture.lines import refusal_lines
 from .capture.reads import Effect
 from .capture.regions import Regions
 from .capture.symbols import Symbols
-from .capture.trace import DATA_DEPENDENT, Captured, capture, explain_error
+from .capture.trace import DATA_DEPENDENT, LOCK, Captured, capture, explain_error
+from .capture.writes import differs, left
 from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported
 from .programs import build_programs, check_devices, larger, resolve
@@ -36,6 +37,7 @@ from .runtime.eager import eager
 from .settings import Settings
 
 Tensor = torch.Tensor
+CARRIED = "a graph would repeat one call's value; keep it in a tensor, such as a buffer"
 TINY = "a program of one or two launches"
 
 
@@ -142,10 +144,15 @@ def specialise(
     if symbols is not None:
         refuse_symbols(symbols, settings, whole, leaves)
     regions = Regions if settings.regions and not whole and symbols is None else None
+    given = (fn, args, kwargs, settings.name, watch)
     if settings.capture_mode == "ast":
-        captured, control = capture_rewritten(fn, args, kwargs, settings.name, watch, regions, symbols)
+        captured, control = capture_rewritten(*given, regions, symbols)
     else:
-        captured = capture(fn, args, kwargs, settings.name, watch, regions=regions, symbols=symbols)
+        captured = capture(*given, regions=regions, symbols=symbols)
+    if captured.carried:
+        refuse_carried(
+            captured, lambda: capture_rewritten(*given)[0] if settings.capture_mode == "ast" else capture(*given), symbols is not None
+        )
     if settings.fast_math:
         captured.graph = algebra(captured.graph)
     if settings.constants:
@@ -183,6 +190,28 @@ def refuse_symbols(symbols: Symbols, settings: Settings, whole: bool, leaves: li
     if symbols.scalars and exact and resolve(settings, [leaf for leaf in leaves if isinstance(leaf, Tensor)]) != "eager":
         reason = "numerics='eager' rounds as eager does, whose kernels choose by a number's value (x ** 2.0, x / 3.0)"
         raise Unsupported("dynamic numbers", reason)
+
+
+def refuse_carried(captured: Captured, again: Callable[[], Captured], symbolic: bool) -> None:
+    """Refuse a function that computes with Python values which its calls leave for one another: a graph holds one call's.
+
+    Captured `again`, as the second call would find things, it has to compute the same.
+
+    Raises:
+        Unsupported: it does not; names what it changes.
+    """
+    what = captured.carried[0].effect
+    seen = not any(id(change.holder) in captured.recorder.functions for change in captured.carried)
+    refused = Unsupported(what.target, f"{what.action} by each call, and the next one computes with it: {CARRIED}", what.line, seen)
+    with LOCK, contextlib.ExitStack() as stack:
+        first = again() if captured.regions is not None or symbolic else captured
+        stack.enter_context(left(captured.carried))
+        try:
+            second = again()
+        except Exception as error:
+            raise refused from error
+        if differs(first, second):
+            raise refused
 
 
 def hold_for_sizes(found: Specialisation, symbols: Symbols, tensors: list[Tensor]) -> None:
@@ -241,8 +270,10 @@ def leaves_without_tensors(leaves: list[Any]) -> list[Any]:
 
 def result_builder(captured: Captured) -> Callable[[Sequence[Any]], Any]:
     """The function from the graph's outputs to the user's result; the common shapes without a walk."""
-    if captured.structure is None and captured.outputs == (0,):
+    if captured.bare:
         return lambda results: results[0]
+    if captured.stores:
+        return captured.unflatten
     kind = captured.structure[0] if captured.structure is not None else None
     flat = kind in (tuple, list) and all(child is None for child in captured.structure[1])
     if flat and captured.outputs == tuple(range(len(captured.graph.graph.output_node().args[0]))):  # type: ignore[arg-type]

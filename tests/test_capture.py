@@ -177,14 +177,15 @@ def test_dropout(backend):
 def test_effects(backend):
     class M(torch.nn.Module):
         def forward(s, x):
-            s.last = x * 2
+            s.last, s.shape = x * 2, x.shape
             return x + 1
 
     m = M()
     j = jit(m, backend=backend)
-    j(torch.ones(2))
-    assert not hasattr(m, "last")
-    assert "last" in str(j.specialisation(torch.ones(2)).effects[0])
+    for value in range(3):
+        j(torch.full((2,), value))
+        assert m.last.tolist() == [2 * value] * 2 and not hasattr(m, "shape")
+    assert [effect.target for effect in j.specialisation(torch.full((2,), 0)).effects] == ["M.shape"]
 
 
 def test_vmap(backend):

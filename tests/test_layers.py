@@ -31,7 +31,7 @@ ORDER = [
     "rewrites/numbers",
     *("capture/effects", "capture/identity", "capture/indexing", "capture/ordered", "capture/transforms"),
     *("capture/record", "capture/arrange"),
-    *("capture/refused", "capture/symbols", "capture/lookalike", "capture/trace"),
+    *("capture/refused", "capture/symbols", "capture/lookalike", "capture/outputs", "capture/writes", "capture/trace"),
     *("capture/guards", "capture/dynamic", "capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode"),
     "rewrites/exclude",
     *("capture/relocate", "capture/cut", "capture/regions", "rewrites/lazy_inline", "rewrites/hypermap"),

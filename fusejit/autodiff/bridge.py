@@ -22,6 +22,7 @@ import torch
 
 from ..errors import CompileError, FusejitError
 from ..forks import renewed
+from ..runtime.torch_c import unread
 from .partition import Halves
 
 Tensor = torch.Tensor
@@ -256,6 +257,7 @@ def make_function(owner: Differentiable) -> Any:
             return tuple(results[:count])
 
         @staticmethod
+        @unread
         def backward(ctx: Any, *gradients: Any) -> Any:
             tangents = [gradient for gradient, grad in zip(gradients, owner.requires_grad) if grad]
             if all(tangent is None for tangent in tangents):

@@ -25,7 +25,7 @@ import torch
 from ..capture.trace import LOCK
 from ..codegen.random import share_seeds
 from ..errors import Unsupported
-from ..runtime.torch_c import apply_of
+from ..runtime.torch_c import apply_of, unread
 from .bridge import Differentiable
 from .partition import partition
 
@@ -385,6 +385,7 @@ class Boxed:
     def __init__(self, program: Any, places: list[int | None]) -> None:
         self.program, self.places = outside_autocast(program), places
 
+    @unread
     def __call__(self, inputs: list[Any]) -> list[Any]:
         results = self.program(inputs)
         return [None if place is None else results[place] for place in self.places]

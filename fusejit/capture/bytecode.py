@@ -321,6 +321,7 @@ def replay(module: torch.fx.GraphModule) -> Callable:
     def run(*inputs: Any) -> Any:
         values: dict[torch.fx.Node, Any] = {}
         given = iter(enumerate(inputs))
+        entry = getattr(LOCAL, "entry", "")
         try:
             for node in module.graph.nodes:
                 LOCAL.entry = lines[node]
@@ -332,8 +333,13 @@ def replay(module: torch.fx.GraphModule) -> Callable:
                     return torch.fx.map_arg(node.args[0], values.__getitem__)
                 elif node not in values:
                     values[node] = run_node(module, node, values)
+        except BaseException:
+            left = {node.args[0] for node in values if node.target is EXIT_AUTOCAST}
+            for node in reversed([node for node in values if node.target is ENTER_AUTOCAST and node not in left]):
+                values[node].__exit__(None, None, None)
+            raise
         finally:
-            LOCAL.entry = ""
+            LOCAL.entry = entry
         raise AssertionError("a graph without output")
 
     return run
@@ -349,7 +355,29 @@ def run_node(module: torch.fx.GraphModule, node: torch.fx.Node, values: dict[tor
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     target: Any = module.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-    return target(*args, **kwargs)
+    return INSTEAD.get(target, target)(*args, **kwargs)
+
+
+def enter_autocast(*state: Any) -> Any:
+    """Enter autocast for the fake tensors of the trace, too: torch's function of that name would only write the node."""
+    mode = torch.amp.autocast_mode.autocast(*state)
+    mode.__enter__()
+    return mode
+
+
+def run_checkpointed(body: Any, *inputs: Any, **options: Any) -> Any:
+    """What `torch.utils.checkpoint` runs, in place: our own partition of forward and backward says what is kept."""
+    return (replay(body) if isinstance(body, torch.fx.GraphModule) else body)(*inputs)
+
+
+ENTER_AUTOCAST: Any = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST: Any = torch.amp.autocast_mode._exit_autocast
+INSTEAD: dict[Any, Callable] = {
+    ENTER_AUTOCAST: enter_autocast,
+    EXIT_AUTOCAST: lambda mode: mode.__exit__(None, None, None),
+    torch.ops.higher_order.tag_activation_checkpoint: run_checkpointed,
+}
+"""Functions in Dynamo's graphs that are traced another way than by calling them."""
 
 
 def line_entry(text: str) -> str:

@@ -1,17 +1,17 @@
 """What a function reads and writes outside itself while it is captured.
 
 In: a running capture. Out: every attribute, global and closure cell it read (`reads`, which become guards), and every
-attribute, container or global it changed, put back and reported (`Recorder.restore() -> list[Effect]`).
+attribute, container or global it can change, as it was before (`snapshots`, `cells`, `stores`: see writes.py).
 
     >>> with Recorder() as recorder:
     ...     recorder.watch(module); module(fake)
-    >>> [str(effect) for effect in recorder.restore()]
+    >>> [str(change.effect) for change in restore(recorder, ())]
     ['Net.last was set at model.py:9: self.last = y']
 
 Reads are seen by replacing `__getattribute__` of `nn.Module`, and of the class of every plain object that is reached, while
 the capture lasts; globals by looking at the code of each user function that runs. Other threads see the originals' behaviour.
 Also read, in the functions and classes that are reached: code, defaults, attributes and special methods. Not seen: class attributes that
-are written or reached through `type(obj)`, `obj.__dict__[...]` of a module, containers nested deeper than `DEPTH`, `os.environ`.
+are reached through `type(obj)`, `obj.__dict__[...]` of a module, containers nested deeper than `DEPTH`, `os.environ`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
 from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
 from .outside import on_builtin_call, on_python_call
-from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, refill, same_items
+from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, tensors_within
 from .streams import Streams
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -68,6 +68,11 @@ class Recorder:
         self.streams = Streams()
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
+        self.functions: set[int] = set()  # tables of their attributes, which Dynamo does not see change
+        self.slots: list[tuple[Any, str, Any, Any]] = []
+        self.classes: dict[type, dict[str, Any]] = {}
+        self.messages: dict[str, Effect] = {}  # by line: what only the capture logs or warns
+        self.tables: set[int] = set()  # of the objects whose attributes are read by name
         self.cells: list[tuple[types.CellType, Any]] = []
         self.scopes: set[int] = set()
         self.window = False
@@ -76,6 +81,7 @@ class Recorder:
         self.profiling = False
         self.silent = 0
         self.ignored: set[int] = set()
+        self.twins: Mapping[int, Any] = {}  # real tensors' stand-ins in the trace, by id
         self.inference = torch.is_inference_mode_enabled()
 
     # Installing and removing the replaced methods.
@@ -194,11 +200,15 @@ class Recorder:
         self.watched.setdefault(id(table), table)
         if isinstance(value, torch.Tensor):
             self.sources.setdefault(id(value), read)
-        else:
-            self.watch(value)
+            return
+        for keys, tensor in tensors_within(read.snapshot) if isinstance(value, CONTAINERS) else ():
+            self.sources.setdefault(id(tensor), Read("element", read, keys, tensor))  # type: ignore[arg-type]
+        self.watch(value)
 
     def written(self, how: str, table: Any, name: str, value: Any, section: str) -> bool:
         """Whether the capture itself put this value there: it then follows from other reads, and says nothing of the next call."""
+        if how == "attribute":
+            return (id(table), name) in self.writes
         if how not in ("item", "absent", "entry"):
             return False
         holder = table[section] if section else table
@@ -254,6 +264,7 @@ class Recorder:
     def note_special(self, cls: type) -> None:
         """Record the special methods of a user's class (`__call__`, `__getitem__`, ...), which Python looks up past `__getattribute__`."""
         own = {(owner, name) for owner, name, _ in self.patched}
+        self.keep_class(cls)
         for owner in filter(users_class, cls.__mro__):
             for name, value in list(owner.__dict__.items()):
                 special = name.startswith("__") and type(value) is types.FunctionType and name not in ("__init__", "__new__")
@@ -361,6 +372,7 @@ class Recorder:
                 self.add("cell", cell, name, cell.cell_contents)
         if kind(function.__code__.co_filename) == "user":
             self.keep(vars(function), function.__name__)
+            self.functions.add(id(vars(function)))
             self.add("attribute", function, "__code__", function.__code__)
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name):
@@ -374,6 +386,7 @@ class Recorder:
 
     def watch_class(self, cls: type) -> None:
         """Compare all that a class of the user's holds: Python lets no one see which of it is read."""
+        self.keep_class(cls)
         nearer: list[Any] = []
         classes: list[type] = [*cls.__mro__, *type.mro(type(cls))]
         for table in [class_table(each) for each in classes if users_class(each)]:
@@ -406,11 +419,32 @@ class Recorder:
                 return  # Python's own objects (loggers, locks): not state of a model
             if hasattr(value, "__dict__"):
                 self.snapshot_object(value)
+            self.keep_slots(value)
             self.note_special(cls)
             known = any(base is other for other, name, _ in self.patched for base in cls.__mro__ if name == "__getattribute__")
             if not known and not self.patch(cls) and type(getattr(value, "__dict__", None)) is dict:
                 for name, item in list(vars(value).items()):
                     self.add("item", vars(value), name, item)
+
+    def keep_slots(self, obj: Any) -> None:
+        """Note what the slots of an object hold; lists and dicts in them are copied."""
+        for cls in type(obj).__mro__:
+            for name, member in list(cls.__dict__.items()):
+                if type(member) is types.MemberDescriptorType and users_class(cls):
+                    try:
+                        value = member.__get__(obj)
+                    except AttributeError:
+                        value = MISSING
+                    self.slots.append((obj, name, member, value))
+                    if isinstance(value, (list, dict, set, deque)) and id(value) not in self.watched:
+                        self.watched[id(value)] = value
+                        self.keep(value, f"{type(obj).__name__}.{name}")
+
+    def keep_class(self, cls: type) -> None:
+        """Note what a class of the user's holds, and its bases."""
+        for base in cls.__mro__:
+            if users_class(base) and base not in self.classes:
+                self.classes[base] = dict(base.__dict__)
 
     def keep(self, holder: Any, owner: str) -> None:
         """Copy a container the first time that it is met; a later copy would hold what the capture wrote."""
@@ -423,6 +457,7 @@ class Recorder:
         if type(table) is not dict:
             return
         self.keep(table, type(obj).__name__)
+        self.tables.add(id(table))
         self.watched[id(table)] = table
         for name, value in table.items():
             if isinstance(value, (list, dict, set, deque)) and id(value) not in self.watched:
@@ -433,37 +468,6 @@ class Recorder:
                 for name, tensor in table.get(section, {}).items():
                     if tensor is not None:
                         self.sources.setdefault(id(tensor), Read("entry", table, name, tensor, section))
-
-    # Putting back.
-
-    def restore(self) -> list[Effect]:
-        """Undo every write that was seen and return them, in the order in which their objects were met."""
-        found: list[Effect] = []
-        for holder, before, owner in self.snapshots:
-            if not same_items(holder, before):
-                found.extend(self.describe(holder, before, owner))
-                refill(holder, before)
-        for cell, value in {id(cell): (cell, value) for cell, value in reversed(self.cells)}.values():  # as each was met first
-            if cell.cell_contents is not value:
-                found.append(Effect("a closure variable", "set"))
-                cell.cell_contents = value
-        for scope, name, value in self.stores.values():
-            if scope.get(name, MISSING) is not value:
-                found.append(Effect(f"the global {name}", "set"))
-                if value is MISSING:
-                    scope.pop(name, None)
-                else:
-                    scope[name] = value
-        return found
-
-    def describe(self, holder: Any, before: Any, owner: str) -> list[Effect]:
-        if not isinstance(holder, dict):
-            return [Effect(f"a {owner}" if owner == type(holder).__name__ else owner, "changed")]
-        names = [
-            name for name in dict.fromkeys([*before, *holder]) if dict.get(holder, name, MISSING) is not dict.get(before, name, MISSING)
-        ]
-        lines = {name: line for (_, name), line in self.writes.items()}
-        return [Effect(f"{owner}.{name}", "set" if name in holder else "deleted", lines.get(name, "")) for name in names]
 
 
 LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter,

@@ -21,6 +21,7 @@ import types
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -178,6 +179,8 @@ class Writer:
             return f"{self.pin(read.table)}[{read.section!r}][{read.name!r}]"
         if read.how == "cell":
             return f"{self.pin(read.table)}.cell_contents"
+        if read.how == "element":
+            return self.expression(read.table) + "".join(f"[{key!r}]" for key in read.name)
         if read.how == "call":
             return f"{self.pin(read.table)}()"
         if read.how == "attribute":
@@ -198,13 +201,25 @@ class Writer:
         if isinstance(value, CONTAINERS):
             if not value:
                 return f"not {text}"
-            frozen = read.snapshot
+            frozen = self.loosened(read.snapshot, read)
             return f"same({text}, {self.pin(frozen)}, {self.pin(type(value))})"
         if isinstance(value, (*VALUES, enum.Enum)):
             return f"({text} is {self.pin(value)} or equal({text}, {self.pin(value)}))"
         if type(value) is types.MethodType:
             return f"{text} == {self.pin(value)}"
         return f"{text} is {self.pin(value)}"
+
+    def loosened(self, frozen: Any, read: Read, keys: tuple = ()) -> Any:
+        """A frozen container, any tensor in the place of one that the graph does not use, or that the tensor check looks for there."""
+        if isinstance(frozen, Tensor):
+            source = self.captured.recorder.sources.get(id(frozen))
+            place = None if source is None else (id(source.table), source.section, source.name)
+            found = place in ((id(read), "", keys), (id(read.table), read.name, *keys))  # the latter: an entry of `self._buffers`
+            used = id(frozen) in self.lifted_ids or id(frozen) in self.arguments
+            return AnyTensor(type(frozen)) if not used or found and id(frozen) not in self.arguments else frozen
+        if isinstance(frozen, dict):
+            return {key: self.loosened(item, read, (*keys, key)) for key, item in frozen.items()}
+        return [self.loosened(item, read, (*keys, n)) for n, item in enumerate(frozen)] if isinstance(frozen, list) else frozen
 
     def tied(self, value: Tensor, text: str) -> str | None:
         """The text that is true while two places hold one tensor; None for the place where the tensor check finds it."""
@@ -215,7 +230,7 @@ class Writer:
     def write(self) -> tuple[str, dict[str, Any]]:
         captured, recorder = self.captured, self.captured.recorder
         self.lifted_ids = {id(value): number for number, value in enumerate(captured.lifted)}
-        arguments = {id(value): index for value, index in captured.same}
+        arguments = self.arguments = {id(value): index for value, index in captured.same}
         for read in recorder.reads.values():
             if id(read.value) in arguments and isinstance(read.value, Tensor):
                 text: str | None = f"{self.expression(read)} is leaves[{captured.positions[arguments[id(read.value)]]}]"
@@ -261,6 +276,13 @@ class Writer:
         return name
 
 
+@dataclass(frozen=True, slots=True)
+class AnyTensor:
+    """In a frozen container: any tensor of a type."""
+
+    kind: type
+
+
 def equal(now: Any, then: Any) -> bool:
     """Whether two values are the same to a program: type and value, and the sign of zero."""
     if type(now) is not type(then):
@@ -285,4 +307,6 @@ def frozen_same(now: Any, then: Any) -> bool:
         return bool(now == then)
     if isinstance(then, Contents):
         return contents(now) == then
+    if isinstance(then, AnyTensor):
+        return type(now) is then.kind
     return isinstance(then, (*VALUES, enum.Enum)) and equal(now, then)

@@ -15,7 +15,8 @@ from torch.fx import Node
 
 from .guards import equal
 from .lines import user_line
-from .trace import Captured, Constant
+from .outputs import Constant
+from .trace import Captured
 
 
 def divergence(recorded: Captured, now: Captured) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..errors import Unsupported
+from ..errors import Unsupported, forget_refusal
 from ..rewrites.numbers import is_number
 
 Tensor = torch.Tensor
@@ -289,5 +289,6 @@ def message_of(message: Callable[[], Any] | None, line: str) -> tuple[str | None
         with holes:
             text = str(message())
     except Exception as error:  # Python makes the message only where the check fails: what it raises is no error of the function's
+        forget_refusal(error)
         return literal(line), [], f"its message cannot be made in advance ({type(error).__name__}: {error})"
     return holes.text(text), holes.values, ""

@@ -12,10 +12,11 @@ Such a call reads no attribute or global of the user's by name, so that the reco
 from __future__ import annotations
 
 import functools
+import logging
 import os
-import random
 import time
 import types
+import warnings
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import date, datetime
@@ -25,10 +26,11 @@ import torch
 
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
-from .reads import MISSING, Read
-from .streams import DRAWN
+from .reads import MISSING, Effect, Read
+from .streams import DRAWN, is_generator
 
 ENVIRONMENT = type(os.environ).__getitem__.__code__
+LOGGING = logging.Logger._log.__code__
 AROUND = frozenset({os.getenv.__code__, Mapping.get.__code__, Mapping.__contains__.__code__})
 """Between a user's call and the one that reads the environment."""
 CLOCKS = frozenset({
@@ -38,11 +40,16 @@ CLOCKS = frozenset({
 })  # fmt: skip
 """Functions whose result is another one at each call, and which a graph does not call again."""
 FROZEN = "it would run while capturing only, and its result be frozen into the graph; call it outside, and pass the result as an argument"
+RESEEDS = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
+SETTINGS: dict[Any, str] = {torch._C._set_default_dtype: "torch.set_default_dtype"}
+ONCE = "it would take effect at capture only; call it outside"
 INFERENCE = "the capture itself runs outside inference mode, and would see that"
 
 
 def on_python_call(recorder: Any, frame: types.FrameType) -> None:
-    """Record a read of an environment variable by code that is not torch's."""
+    """Record a read of an environment variable by code that is not torch's, and a message that the user's code logs."""
+    if frame.f_code is LOGGING:
+        note_message(recorder, frame, "a message", "logged")
     if frame.f_code is not ENVIRONMENT or frame.f_locals.get("self") is not os.environ:
         return
     caller = frame.f_back
@@ -61,17 +68,32 @@ def on_python_call(recorder: Any, frame: types.FrameType) -> None:
 def on_builtin_call(recorder: Any, frame: types.FrameType, called: Any) -> None:
     """Record a read of a context variable; refuse a question to which a capture knows no answer."""
     owner = called.__self__
-    if isinstance(owner, random.Random) and id(owner) in recorder.streams.met:
+    if id(owner) in recorder.streams.met and is_generator(owner):
         raise Unsupported(*DRAWN, frame_line(user_frame(frame)), in_python=False)  # Dynamo has streams of its own
+    if called in SETTINGS or type(owner) is torch.Generator and called.__name__ in RESEEDS:
+        name = SETTINGS.get(called, f"torch.Generator.{called.__name__}")
+        raise Unsupported(f"{name} inside a jitted function", ONCE, frame_line(user_frame(frame)), in_python=False)
     if kind(frame.f_code.co_filename) == "torch":
         return
-    if type(owner) is ContextVar and called.__name__ == "get":
+    if called is warnings.warn:
+        note_message(recorder, frame, "a warning", "given")
+    elif type(owner) is ContextVar and called.__name__ == "get":
         value = owner.get(MISSING)
         remember(recorder, Read("call", functools.partial(owner.get, MISSING), owner.name, value))
     elif isinstance(owner, (types.ModuleType, type)) and called in CLOCKS:
         raise Unsupported(f"{owner.__name__.removeprefix('_')}.{called.__name__}", FROZEN, frame_line(frame))
     elif called is torch.is_inference_mode_enabled and recorder.inference:
         raise Unsupported("torch.is_inference_mode_enabled", INFERENCE, frame_line(frame))
+
+
+def note_message(recorder: Any, frame: types.FrameType, what: str, done: str) -> None:
+    """Record that the user's code says something, which later calls do not."""
+    found: types.FrameType | None = frame
+    while found is not None and found.f_code.co_filename == LOGGING.co_filename:
+        found = found.f_back
+    if found is not None and kind(found.f_code.co_filename) == "user":
+        line = frame_line(found)
+        recorder.messages[line] = Effect(what, done, line)
 
 
 def remember(recorder: Any, read: Read) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from ..errors import Unsupported
 
@@ -38,7 +40,8 @@ MISSING = _Missing()
 class Read:
     """One value that the capture read.
 
-    `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell, call (`table()`).
+    `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell, call (`table()`),
+    element (`table` is the read of a container, `name` the keys that lead into it).
     `written`: the capture itself had put the value there, which only the calls of one capture can tell apart (see regions.py).
     """
 
@@ -105,6 +108,19 @@ def freeze(value: Any, depth: int = DEPTH, before: Mapping[int, Any] = MappingPr
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
     return [freeze(item, depth - 1, before) for item in value]
+
+
+def tensors_within(frozen: Any, keys: tuple = ()) -> Iterator[tuple[tuple, torch.Tensor]]:
+    """The tensors of a container that was frozen, each with the keys that lead to it."""
+    if isinstance(frozen, torch.Tensor):
+        yield keys, frozen
+    elif isinstance(frozen, dict):
+        for key, item in frozen.items():
+            if type(key) in (str, int):
+                yield from tensors_within(item, (*keys, key))
+    elif isinstance(frozen, list):
+        for number, item in enumerate(frozen):
+            yield from tensors_within(item, (*keys, number))
 
 
 def same_items(holder: Any, before: Any) -> bool:

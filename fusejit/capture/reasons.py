@@ -154,6 +154,8 @@ def evaluate(text: str, scope: dict[str, Any]) -> Any:
 
 def title(read: Read, owners: dict[int, str]) -> str:
     """Name what was read: ``attribute Net.flag``, ``global SCALE``, ``closure variable c``."""
+    if read.how == "element":
+        return f"{title(read.table, owners)}{''.join(f'[{key!r}]' for key in read.name)}"
     if read.how == "cell":
         return f"closure variable {read.name}"
     if read.how == "call":

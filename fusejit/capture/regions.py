@@ -32,9 +32,10 @@ from .effects import HOOKS, Recorder
 from .guards import state_key, value_key
 from .lines import frame_entry, user_frame
 from .ordered import OPS as ORDERED
+from .outputs import OUTPUT_VALUES
 from .reads import CONTAINERS, DEPTH
 from .relocate import Window, relocate
-from .trace import LOCAL, OUTPUT_VALUES, Tracing
+from .trace import LOCAL, Tracing
 
 Tensor = torch.Tensor
 MARK = "_fusejit_lazy_inline"

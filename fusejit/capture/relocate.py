@@ -26,6 +26,7 @@ import torch
 from .effects import Recorder, followable
 from .guards import VALUES, equal, tensor_key
 from .reads import CONTAINERS, MISSING, Read, freeze, same_items
+from .writes import held
 
 Tensor = torch.Tensor
 
@@ -68,7 +69,7 @@ class Window:
         met = recorder.snapshots[len(self.copies) :]
         for holder, before, owner in [*self.copies, *met]:
             if not same_items(holder, before):
-                return str(recorder.describe(holder, before, owner)[0])
+                return str(next(held(recorder, holder, before, owner)).effect)
         for cell, value in [*self.contents, *recorder.cells[len(self.contents) :]]:
             if contents(cell) is not value:
                 return "a closure variable was set"

@@ -59,6 +59,11 @@ class Streams:
         return bool(drawn)
 
 
+def is_generator(value: Any) -> bool:
+    """Whether each call of a method of a value draws, or would change what is drawn."""
+    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random")
+
+
 def state(value: Any) -> Any:
     """The state of a random generator of Python's or numpy's; None for anything else, and where the system draws."""
     if isinstance(value, random.Random):

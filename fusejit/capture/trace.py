@@ -23,13 +23,13 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..errors import CaptureError, Unsupported
+from ..errors import CaptureError, Unsupported, note_refusal, refusals
 from ..forks import awaited
 from . import tree
 from .arguments import check_arguments, refuse_tensor
@@ -41,12 +41,14 @@ from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten,
 from .lookalike import lookalike, refuse_type
 from .ordered import ASSERTS, as_check
 from .ordered import OPS as ORDERED
+from .outputs import Constant, check_unchanged, sort_outputs
 from .reads import Effect
 from .record import recording
 from .refused import DATA, REFUSED, WAY_OUT, T
 from .streams import DRAWN
 from .symbols import Symbols
 from .transforms import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
+from .writes import Change, Store, carried, restore, stores
 
 Tensor = torch.Tensor
 LOCK = awaited(threading.RLock())
@@ -77,7 +79,7 @@ class Captured:
         same: (tensor, i): closed-over tensors that were the same object as argument tensor i.
         effects, recorder: see effects.py. met: what `lifted` was before its tensors became constants.
         inference: entered `torch.inference_mode` somewhere; its ops run under no_grad.
-        regions: the `Regions` of the capture, or None.
+        regions: the `Regions` of the capture, or None. stores: what each call writes; carried: what the next call may read (see writes.py).
     """
 
     graph: torch.fx.GraphModule
@@ -91,18 +93,20 @@ class Captured:
     name: str
     met: tuple[Tensor, ...] = ()
     regions: Any = None
+    stores: tuple[Store, ...] = ()
+    carried: list[Change] = field(default_factory=list)
+
+    @property
+    def bare(self) -> bool:
+        """Whether the result is the graph's first one, and that is all."""
+        return self.structure is None and self.outputs == (0,) and not self.stores
 
     def unflatten(self, results: Any) -> Any:
-        """Build the function's result from the tensors that the graph returned."""
+        """Build the function's result from the tensors that the graph returned, and store what the call leaves behind."""
         leaves = [item.value if type(item) is Constant else results[item] for item in self.outputs]
+        for store in self.stores:
+            store.repeat(results)
         return tree.unflatten(self.structure, iter(leaves))
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A leaf of the result that is no tensor."""
-
-    value: Any
 
 
 def active() -> bool:
@@ -123,6 +127,15 @@ def tracing() -> Tracing:
 def entry_of(frame: Any) -> str:
     """The traceback entry of an op: of the user's frame, or the one that a graph which is traced again knows (see bytecode.py)."""
     return getattr(LOCAL, "entry", "") or frame_entry(frame)
+
+
+def unrecord(last: torch.fx.Node) -> None:
+    """Remove what a call that failed has left behind the last node that was there before."""
+    node = last.graph._root.prev
+    while node is not last:
+        node, failed = node.prev, node
+        if failed.op != "placeholder" and not failed.users:
+            failed.graph.erase_node(failed)
 
 
 class Tracing(TorchFunctionMode):
@@ -155,7 +168,14 @@ class Tracing(TorchFunctionMode):
                 args, kwargs = self.replace(args), self.replace(kwargs)
             if self.echo is not None and getattr(getattr(func, "_schema", None), "is_mutable", False):
                 self.changed.append(args[0])
-            return keep(func, args, kwargs)
+            last = mode.tracer.graph._root.prev
+            try:
+                return keep(func, args, kwargs)
+            except Exception as error:  # the user may catch it, and go on
+                unrecord(last)
+                if type(error).__name__ in DATA_DEPENDENT:
+                    note_refusal(error)
+                raise
 
         self.mode, self.grad = mode, torch.is_grad_enabled()
         follow_levels(mode, record)
@@ -179,7 +199,8 @@ class Tracing(TorchFunctionMode):
         frame = user_frame(caller, self.stop)
         if func in REFUSED and not (func is T.item and getattr(args[0], "constant", None) is not None) and not of_transform(caller):
             op, reason = REFUSED[func]
-            raise Unsupported(op, f"{reason}; {WAY_OUT}", shorten(entry_of(frame)))
+            twice = bool((kwargs or {}).get("create_graph"))  # which between graphs of Dynamo's would be refused, too
+            raise Unsupported(op, f"{reason}; {WAY_OUT}", shorten(entry_of(frame)), in_python=not twice)
         fx_traceback.current_meta["stack_trace"] = self.entry(frame)
         if func is torch._C._set_grad_enabled and self.traces_here() or is_level_change(func):
             with torch._C.DisableTorchFunction():  # the graph keeps what became of it: see note_grad, and transforms.py
@@ -342,15 +363,20 @@ def trace_once(
     watcher = LOCAL.recorder = Recorder(rewrite)
     seeded = torch.get_rng_state()
     error: BaseException | None = None
-    try:
-        for item in (fn, *watch, *leaves):
-            watcher.watch(item)
-        captured = run_body(fn if rewrite is None else rewrite(fn), structure, leaves, name, watcher, regions, symbols)
-    except BaseException as raised:  # put back in order below, whatever it was
-        error = raised
-    finally:
-        LOCAL.recorder = LOCAL.tracing = None
-    effects, drawn = watcher.restore(), watcher.streams.restore()
+    with refusals() as seen:
+        try:
+            for item in (fn, *watch, *leaves):
+                watcher.watch(item)
+            captured = run_body(fn if rewrite is None else rewrite(fn), structure, leaves, name, watcher, regions, symbols)
+        except BaseException as raised:  # put back in order below, whatever it was
+            error = raised
+        finally:
+            LOCAL.recorder = LOCAL.tracing = None
+    if seen and (
+        error is None or isinstance(error, Exception) and not isinstance(error, (Unsupported, CaptureError)) and error not in seen
+    ):
+        error = seen[0]  # which the function itself caught: what it did then is not what it does in eager
+    lost, drawn = restore(watcher, () if error is not None else captured.stores), watcher.streams.restore()
     if error is not None:
         made = explain_error(error)
         if made is not error:
@@ -364,7 +390,8 @@ def trace_once(
         torch.set_rng_state(seeded)
         reason = "it would take effect at capture only; call it outside"
         raise Unsupported("torch.manual_seed inside a jitted function", reason, in_python=False)
-    captured.effects = effects
+    captured.effects = [*(change.effect for change in lost), *watcher.messages.values()]
+    captured.carried = carried(watcher, lost)
     return captured
 
 
@@ -377,14 +404,14 @@ def run_body(
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-    modes = {leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)}
-    fake_mode = modes.pop() if modes else symbols.mode if symbols is not None else FakeTensorMode()
+    modes = [leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)]
+    fake_mode = modes[0] if modes else symbols.mode if symbols is not None else FakeTensorMode()
     tracing = LOCAL.tracing = Tracing(fake_mode, symbols)
-    blocks = regions and regions(tracing, watcher)
-    positions = tracing.take(leaves)
+    watcher.twins = tracing.twins
+    blocks, positions = regions and regions(tracing, watcher), tracing.take(leaves)
     fakes = [tracing.twins[id(leaves[position])] for position in positions]
-    result: list[Any] = []
     numbers = symbols.given() if symbols is not None else {}
+    result: list[Any] = []
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         stand_in = dict(zip(tracing.arguments, inputs))
@@ -401,9 +428,9 @@ def run_body(
             check_identities(fn, out, (args, kwargs))
             flat: list[Any] = []
             result.append(tree.flatten(out, flat))
-            flat = [tracing.replace(item) for item in flat]
-        result.append(flat)
-        tensors = [item for item in flat if isinstance(item, Tensor)]
+            result.append([tracing.replace(item) for item in flat])
+        tensors = [item for item in result[1] if isinstance(item, Tensor)]
+        result.append(tuple(stores(watcher, mode.tracer.tensor_tracker, tensors)))
         return tuple(tensors if tracing.token is None else [*tensors, tracing.token])
 
     tracing.stop = body.__code__
@@ -416,8 +443,8 @@ def run_body(
     if symbols is not None:
         refuse_type(symbols.scalars, watcher.codes)
         module = symbols.bind(module)
-    lifted = tuple(value for value, _ in tracing.lifted)
-    return Captured(module, tuple(positions), lifted, sort_outputs(result[1]), result[0], tracing.same, [], watcher, name, regions=blocks)
+    lifted, outputs = tuple(value for value, _ in tracing.lifted), sort_outputs(result[1])
+    return Captured(module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name, (), blocks, result[2])
 
 
 @contextlib.contextmanager
@@ -438,37 +465,6 @@ def capture_state() -> Iterator[None]:
         torch._C._set_grad_enabled(grad)
         if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-
-
-OUTPUT_VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), type)
-
-
-def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
-    """Give each leaf of the result its place among the graph's outputs, or keep it as a constant."""
-    found: list[Any] = []
-    count = 0
-    for item in flat:
-        if isinstance(item, Tensor):
-            found.append(count)
-            count += 1
-        elif isinstance(item, torch.SymInt | torch.SymFloat):
-            found.append(Constant(int(item) if isinstance(item, torch.SymInt) else float(item)))  # it is fixed by that
-        elif isinstance(item, OUTPUT_VALUES) or callable(item) or not hasattr(item, "__dict__"):
-            found.append(Constant(item))
-        else:
-            cls = type(item)
-            reason = "return tensors, Python values, or a class registered with torch.utils._pytree.register_pytree_node"
-            raise Unsupported(f"a result of type {cls.__module__}.{cls.__qualname__}", reason)
-    return tuple(found)
-
-
-def check_unchanged(now: Any, structure: Any, values: list[Any]) -> None:
-    """Refuse a body that changed a container among its arguments: the caller would not see it."""
-    leaves: list[Any] = []
-    plain = tree.flatten(tree.unflatten(structure, iter(values)), [])  # what is marked `mutable` is plain inside
-    same = tree.flatten(now, leaves) == plain and len(leaves) == len(values)
-    if not same or any(one is not other for one, other in zip(leaves, values)):
-        raise Unsupported("changing a list, dict or dataclass that is an argument", "the caller would not see it; return the new one")
 
 
 # Errors.

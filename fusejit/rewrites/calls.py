@@ -23,7 +23,7 @@ import torch
 
 from ..capture import trace
 from ..capture.lines import kind
-from ..errors import Unsupported
+from ..errors import Unsupported, forget_refusal
 from . import control
 from .jumps import FREE, HALT, NotRewritten
 from .select import AND, ASSERT, CALL, COMPARE, IF, IFEXP, NOT, OR, UPDATE, WHILE, rewrite
@@ -100,7 +100,8 @@ def code_for(function: types.FunctionType, asked: bool) -> types.CodeType | None
         made: types.CodeType | None = rewrite(read(function), RUNTIME)
     except (NoSource, NotRewritten) as error:
         made, REASONS[key] = None, str(error)
-    except Unsupported:  # a generator or an async function that is called runs as it is
+    except Unsupported as error:  # a generator or an async function that is called runs as it is
+        forget_refusal(error)
         made = None
     if made is not None:
         remember(made)

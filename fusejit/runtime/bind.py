@@ -274,8 +274,7 @@ def unpacked(call: Call) -> list[str]:
 def returned(found: Any, inputs: str) -> str:
     """The expression that runs the graph and builds the user's result."""
     call = f"body({inputs})" if found.spread else f"body([{inputs}])"
-    captured = found.captured
-    return f"{call}[0]" if captured.structure is None and captured.outputs == (0,) else f"result({call})"
+    return f"{call}[0]" if found.captured.bare else f"result({call})"
 
 
 def literal(number: int, value: Any) -> str | None:

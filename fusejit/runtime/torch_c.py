@@ -34,6 +34,18 @@ def recording() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+# Dynamo.
+
+
+def unread(function: Any) -> Any:
+    """Keep Dynamo from reading a function of ours, and all that it calls, where autograd calls it amid a function that is read."""
+    frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 # Tensors.
 
 
