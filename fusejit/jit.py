@@ -56,8 +56,7 @@ def jit(
             then traces; "trace" traces the Python as it is; "bytecode" lets torch's Dynamo read the bytecode, and where that cannot go
             on (a graph break) runs the Python between two graphs. What "ast" cannot capture falls to "bytecode" where kernels are
             compiled and the Python, not its tensors, is the reason; what "trace" or "bytecode" cannot, runs eagerly.
-        jit_level: O0 runs the captured graph op by op; O1 fuses elementwise ops; O2 adds reductions; O3 autotuning
-            and fusion across equal blocks.
+        jit_level: O0 runs the captured graph op by op; O1 fuses elementwise ops; O2 adds reductions; O3 measures, and fuses across blocks.
         fullgraph: raise `CaptureError` where the function cannot be captured, instead of running it eagerly.
         backend: "auto" (triton for CUDA tensors, eager otherwise), "triton", "interpret" (the kernels on the CPU), "eager".
             FUSEJIT_BACKEND replaces "auto".

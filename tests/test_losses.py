@@ -214,7 +214,7 @@ PIECES, LOOP = "reduction_persistent", "reduction_looped"
 def test_long_rows(form, classes, template, fuse, device, monkeypatch):
     """In pieces or a loop, whose sums are about maxima of their own: a loss of nearly nothing beside large logits, pieces of -inf only."""
     if template == LOOP:
-        monkeypatch.setattr("fusejit.codegen.split._length", lambda cluster, device: 0)  # as with many rows
+        monkeypatch.setattr("fusejit.codegen.split._pieces", lambda cluster, device: 0)  # as with many rows
     x = torch.randn(4, classes, device=device)  # the second's loss is nearly nothing
     x[1] *= 40
     x[2, : classes // 3] = -float("inf")

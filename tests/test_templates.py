@@ -353,7 +353,7 @@ def looped(monkeypatch):
     rows = [t for t in schedule.TEMPLATES if t.name not in ("reduction_persistent", "reduction_looped")]
     every = schedule.Template("reduction_looped", lambda cluster: bool(cluster.reduce), tiles)
     monkeypatch.setattr(schedule, "TEMPLATES", (rows[0], every, *rows[1:]))
-    monkeypatch.setattr(split, "_length", lambda *args: 0)
+    monkeypatch.setattr(split, "_pieces", lambda *args: 0)
 
 
 LOOPED = [*FEW_ROWS, "batch_norm"]
