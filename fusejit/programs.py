@@ -19,6 +19,7 @@ import torch
 
 from . import config
 from .capture.cut import Region
+from .capture.spans import SYMBOLIC
 from .errors import FusejitError, Unsupported
 from .runtime.eager import eager
 from .settings import BACKENDS, Settings
@@ -131,7 +132,8 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     tools.change = lambda module: found.rewrites.extend(chunk(module, limit, tools.compiler, flavour))
     graph = rewrite(graph)
     calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
-    built = compose(graph, tensors, tools, compiler) if calls else None
+    varies = any(isinstance(tensor, SYMBOLIC) for tensor in tensors)
+    built = compose(graph, tensors, tools, compiler) if calls and not varies else None
     if built is None:
         graph, regions = call_regions(graph, tools)
         built = build(graph, tensors, compiler, tools.decompositions, tools.change)
@@ -170,9 +172,11 @@ def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequenc
 
 def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
     """The compiler of regions, which outlive the specialisation that needs them first and therefore know nothing of it."""
-    from .compile import compile_graph, dump
+    from .codegen.sized import bound
+    from .compile import InScope, compile_graph, dump
 
     def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
-        return compile_graph(module, inputs, options, record=lambda name, value: dump(f"{stage}.{name}", value))
+        record = lambda name, value: dump(f"{stage}.{name}", value)  # noqa: E731
+        return InScope(module, inputs, options, record) if bound(inputs) else compile_graph(module, inputs, options, record=record)
 
     return compiler
