@@ -84,6 +84,23 @@ def compile_graph(
     return Variants(known, for_sizes, hints(inputs, known), op_by_op(module))
 
 
+class InScope:
+    """A graph for many sizes that other graphs call: it is compiled with each of those, in its scope, and once for all calls there.
+
+    Its symbols are theirs, and so are its assumptions: it has no variants of its own.
+    """
+
+    def __init__(self, module: GraphModule, inputs: Sequence[Any], options: Options, note: Callable[[str, Any], None]) -> None:
+        self.module, self.inputs, self.options, self.note = module, inputs, options, note
+
+    def in_scope(self) -> Program:
+        """Return the Program for the scope that is open."""
+        known = size_scope().programs
+        if self not in known:
+            known[self] = one_program(*sized(self.module, self.inputs), self.options, self.note, bound(self.inputs))
+        return known[self]  # type: ignore[no-any-return]
+
+
 def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, note: Callable[[str, Any], None], known: Bound) -> Program:
     """Compile a graph for one shape, or in an open `Scope` for all sizes that its assumptions allow."""
     clock = _Clock()

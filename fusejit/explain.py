@@ -202,7 +202,8 @@ def _variants(found: Specialisation) -> list[str]:
         if len(variants.programs) > 1:
             lines += [f"{half}: a variant for {assumed}" for assumed, _ in variants.programs]
         lines += [f"{half}: {op}: {reason}" for op, reason in variants.notes]
-        for kernel in (kernel for _, program in variants.programs for kernel in program.kernels):
+        parts = {id(part): part for _, program in variants.programs for part in (program, *program.called)}
+        for kernel in (kernel for part in parts.values() for kernel in part.kernels):
             if kernel.schedule.buckets:
                 longest = kernel.schedule.buckets[-1][0]
                 lines.append(f"{kernel.name}: rows of any length up to {longest}, in buckets by power of two, each compiled when it is met")

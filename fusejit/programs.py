@@ -19,6 +19,7 @@ import torch
 
 from . import config
 from .capture.cut import Region
+from .capture.spans import SYMBOLIC
 from .errors import FusejitError, Unsupported
 from .runtime.eager import eager
 from .settings import BACKENDS, Settings
@@ -136,10 +137,11 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     tools.change = lambda module: found.rewrites.extend(chunk(module, limit, tools.compiler, flavour))
     graph = rewrite(graph)
     calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
-    if calls and not plain and settings.jit_level == "O3":  # kernels more, compiled once each: see seams.py
+    varies = any(isinstance(tensor, SYMBOLIC) for tensor in tensors)
+    if calls and not plain and not varies and settings.jit_level == "O3":  # kernels more, compiled once each: see seams.py
         graph, joined = join_seams(graph, decompositions, machine(settings.target))
         found.rewrites.extend(joined)
-    built = compose(graph, tensors, tools, compiler) if calls else None
+    built = compose(graph, tensors, tools, compiler) if calls and not varies else None
     if built is None:
         graph, regions = call_regions(graph, tools)
         built = build(graph, tensors, compiler, tools.decompositions, tools.change)
@@ -178,9 +180,11 @@ def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequenc
 
 def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
     """The compiler of regions, which outlive the specialisation that needs them first and therefore know nothing of it."""
-    from .compile import compile_graph, dump
+    from .codegen.sized import bound
+    from .compile import InScope, compile_graph, dump
 
     def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
-        return compile_graph(module, inputs, options, record=lambda name, value: dump(f"{stage}.{name}", value))
+        record = lambda name, value: dump(f"{stage}.{name}", value)  # noqa: E731
+        return InScope(module, inputs, options, record) if bound(inputs) else compile_graph(module, inputs, options, record=record)
 
     return compiler

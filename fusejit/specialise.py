@@ -143,7 +143,7 @@ def specialise(
     whole = settings.fast_math or settings.constants or settings.apart  # what looks at, or differentiates, the graph as a whole
     if symbols is not None:
         refuse_symbols(symbols, settings, whole, leaves)
-    regions = Regions if settings.regions and not whole and symbols is None else None
+    regions = Regions if settings.regions and not whole else None
     given = (fn, args, kwargs, settings.name, watch)
     if settings.capture_mode == "ast":
         captured, control = capture_rewritten(*given, regions, symbols)

@@ -34,7 +34,7 @@ ORDER = [
     *("capture/refused", "capture/symbols", "capture/lookalike", "capture/outputs", "capture/writes", "capture/trace"),
     *("capture/guards", "capture/dynamic", "capture/lockstep", "capture/constants", "capture/reasons", "capture/bytecode"),
     "rewrites/exclude",
-    *("capture/relocate", "capture/cut", "capture/regions", "rewrites/lazy_inline", "rewrites/hypermap"),
+    *("capture/relocate", "capture/spans", "capture/cut", "capture/regions", "rewrites/lazy_inline", "rewrites/hypermap"),
     *("rewrites/arms", "rewrites/aliases", "rewrites/merge", "rewrites/surroundings"),
     *("rewrites/pieces", "rewrites/branches", "rewrites/rounds"),
     *("rewrites/control", "rewrites/calls", "rewrites/by_hand", "rewrites/capture"),

@@ -25,6 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..capture.cut import Region, Spec, autocast_state, put_back
+from ..capture.spans import numbers, size_node, told
 from ..codegen.lower import PROGRAMS, dense
 from ..codegen.realize import base
 from ..errors import FusejitError, Unsupported
@@ -47,7 +48,7 @@ class Compiled:
     """A region's Programs.
 
     Attributes:
-        forward: inputs to results and saved tensors. gradient: the backward, or None where nothing requires grad.
+        forward: inputs to results and saved tensors, from `graph`. gradient: the backward, or None where nothing requires grad.
         outputs: fake results and saved tensors of the forward; results: how many of them are results.
         saved: for each tensor the backward reads: ("input", i), ("result", i) or ("made", i), the place among what the forward returns.
         inner: regions that this one calls.
@@ -59,6 +60,7 @@ class Compiled:
     gradient: Differentiable | None
     outputs: tuple[Tensor, ...]
     results: int
+    graph: GraphModule
     saved: tuple[tuple[str, int], ...] = ()
     inner: list[Compiled] = field(default_factory=list)
 
@@ -108,7 +110,8 @@ def call_regions(module: GraphModule, tools: Toolchain) -> tuple[GraphModule, li
 
 def compiled(region: Region, tools: Toolchain) -> Compiled | None:
     """The compiled region, from an earlier compilation of an equal one if there is one; None, noted, where it has to stay in place."""
-    key = f"{region.key}/{tools.flavour}"
+    sizes = mode_of(region)  # symbols mean something in their own capture only
+    key = f"{region.key}/{tools.flavour}" + (f"/sizes {id(sizes)}" if sizes is not None else "")
     known = COMPILED.get(key)
     if known is None:
         start, before = time.perf_counter(), tools.spent_ms
@@ -135,7 +138,7 @@ def compile_region(region: Region, key: str, tools: Toolchain) -> Compiled:
     if constants:
         raise Unsupported(region.name, "it holds a constant tensor")
     with contextlib.ExitStack() as stack, in_state(region):
-        joint, given = trace_joint(core, stand_ins(region.inputs), tools.decompositions, stack, tools.change)
+        joint, given = trace_joint(core, stand_ins(region.inputs, mode_of(region)), tools.decompositions, stack, tools.change)
         state = joint._aot_state
         reason = why_wrapped(joint) or (any(info.mutates_data for info in state.fw_metadata.input_info) and "it changes an input in place")
         if reason:
@@ -151,13 +154,15 @@ def finish(region: Region, key: str, joint: Any, compiler: Compiler) -> Compiled
     count = len(region.outputs)
     if not state.needs_autograd:
         plain = flat_graph(module)
-        return Compiled(key, region, compiler(plain, placeholder_values(plain), "forward"), None, output_values(plain), count)
+        return Compiled(key, region, compiler(plain, placeholder_values(plain), "forward"), None, output_values(plain), count, plain)
     halves = partition(module, joint._aot_graph_capture.updated_flat_args, state.fw_metadata.num_outputs)
-    halves, saved = keep_inputs(halves)
     requires_grad = [getattr(info, "requires_grad_for_backward", info.requires_grad) for info in state.fw_metadata.output_info]
+    if mode_of(region) is not None and sum(requires_grad) > 1:
+        raise Unsupported(region.name, "its sizes vary, and some of its results may have no gradient")
+    halves, saved = keep_inputs(without_sizes(halves, region.name))
     program = compiler(halves.forward, placeholder_values(halves.forward), "forward")
     gradient = Differentiable(halves, program, compiler, requires_grad)
-    return Compiled(key, region, program, gradient, output_values(halves.forward), count, saved)
+    return Compiled(key, region, program, gradient, output_values(halves.forward), count, halves.forward, saved)
 
 
 def output_values(module: GraphModule) -> tuple[Tensor, ...]:
@@ -188,6 +193,26 @@ def keep_inputs(halves: Halves) -> tuple[Halves, tuple[tuple[str, int], ...]]:
     return replace(halves, saved=len(saved)), tuple(saved)
 
 
+def without_sizes(halves: Halves, name: str) -> Halves:
+    """Let the backward ask its own tensors for the sizes that the forward would save for it: an op that stands for it returns tensors."""
+    if not halves.sizes:
+        return halves
+    output, places = halves.forward.graph.output_node(), slice(halves.results, halves.results + halves.sizes)
+    values, given = list(output.args[0]), [node for node in halves.backward.graph.nodes if node.op == "placeholder"]  # type: ignore[arg-type]
+    tensors = given[halves.sizes :]
+    for target in given[: halves.sizes]:
+        if not told(target.meta["val"], [node.meta["val"].shape for node in tensors]):
+            raise Unsupported(name, "its gradient needs a size that none of the saved tensors has")
+        with halves.backward.graph.inserting_before(tensors[-1].next):
+            target.replace_all_uses_with(size_node(halves.backward.graph, target.meta["val"], tensors))
+        halves.backward.graph.erase_node(target)
+    del values[places]
+    output.args = (tuple(values),)
+    halves.forward.recompile()
+    halves.backward.recompile()
+    return replace(halves, saved=halves.saved - halves.sizes, sizes=0)
+
+
 def view_again(graph: Graph, node: Node, root: Node, target: Node, last: Node) -> None:
     """Let a backward start from an input where it read a view of it."""
     if node is root:
@@ -199,6 +224,8 @@ def view_again(graph: Graph, node: Node, root: Node, target: Node, last: Node) -
     users = list(target.users)
     names = {root: target}
     with graph.inserting_before(last.next):
+        for size in dict.fromkeys(n for link in chain for n in link.all_input_nodes if isinstance(n.meta.get("val"), torch.SymInt)):
+            names[size] = size_node(graph, size.meta["val"], [n for n in graph.nodes if n.op == "placeholder"])
         for link in reversed(chain):
             names[link] = graph.node_copy(link, names.__getitem__)
     for user in users:
@@ -206,11 +233,17 @@ def view_again(graph: Graph, node: Node, root: Node, target: Node, last: Node) -
     target.meta["val"] = root.meta["val"]
 
 
-def stand_ins(specs: Sequence[Spec]) -> list[Tensor]:
+def mode_of(region: Region) -> Any:
+    """The fake mode whose symbols a region's sizes are; None where those are numbers."""
+    given = [node.meta.get("val") for node in region.graph.graph.nodes if node.op == "placeholder"]
+    return next((v.fake_mode for v in given for n in numbers(getattr(v, "shape", ())) if isinstance(n, torch.SymInt)), None)
+
+
+def stand_ins(specs: Sequence[Spec], mode: Any = None) -> list[Tensor]:
     """Fake inputs of a region: its own layouts, made dense where they overlap or leave holes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode():
+    with mode or FakeTensorMode():
         return [
             torch.empty_strided(shape, laid(shape, stride), dtype=dtype, device=device).requires_grad_(grad)
             for dtype, shape, stride, device, grad in specs
@@ -218,7 +251,8 @@ def stand_ins(specs: Sequence[Spec]) -> list[Tensor]:
 
 
 def laid(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    return tuple(stride) if dense(shape, stride) else tuple(torch.empty(shape, device="meta").stride())
+    known = any(isinstance(n, torch.SymInt) for n in (*shape, *stride)) or dense(shape, stride)  # what varies is contiguous: see regions.py
+    return tuple(stride) if known else tuple(torch.empty(shape, device="meta").stride())
 
 
 @contextlib.contextmanager
@@ -297,16 +331,33 @@ class Crossing(torch.autograd.Function):
 
 
 def fake_forward(inputs: list[Tensor], key: str, call: int) -> list[Tensor]:
-    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in COMPILED[key].outputs]
+    return [like(value) for value in COMPILED[key].outputs]
 
 
 def fake_backward(saved: list[Tensor], tangents: list[Tensor], key: str, call: int) -> list[Tensor]:
     gradient = COMPILED[key.partition("|")[0]].gradient
     assert gradient is not None
     values = output_values(gradient.halves.backward)
-    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+    return [like(value) for value in values]
 
 
+def like(value: Tensor) -> Tensor:
+    return torch.empty_strided(numbers(value.shape), numbers(value.stride()), dtype=value.dtype, device=value.device)
+
+
+def run_forward(inputs: list[Tensor], key: str, call: int) -> list[Tensor]:
+    """Op by op: where sizes have no Program."""
+    return list(COMPILED[key].graph(*inputs))
+
+
+def run_backward(saved: list[Tensor], tangents: list[Tensor], key: str, call: int) -> list[Tensor]:
+    gradient = COMPILED[key.partition("|")[0]].gradient
+    assert gradient is not None
+    return list(gradient.halves.backward(*saved, *tangents))
+
+
+LIBRARY.impl("region", run_forward, "CompositeExplicitAutograd")
+LIBRARY.impl("region_backward", run_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("fusejit::region", fake_forward, lib=LIBRARY)
 torch.library.register_fake("fusejit::region_backward", fake_backward, lib=LIBRARY)
 
@@ -317,7 +368,12 @@ torch.library.register_fake("fusejit::region_backward", fake_backward, lib=LIBRA
 def forward_program(args: Sequence[Any], strides: list[tuple[int, ...]]) -> tuple[str, Any]:
     """The Program of a forward call, and its name."""
     known = COMPILED[args[1]]
-    return f"{known.region.name}_forward", known.forward
+    return f"{known.region.name}_forward", in_scope(known.forward)
+
+
+def in_scope(program: Any) -> Any:
+    """A Program; of one for many sizes that of the scope that is open."""
+    return program.in_scope() if hasattr(program, "in_scope") else program
 
 
 def backward_program(args: Sequence[Any], strides: list[tuple[int, ...]]) -> tuple[str, Any]:
@@ -326,6 +382,8 @@ def backward_program(args: Sequence[Any], strides: list[tuple[int, ...]]) -> tup
     known = COMPILED[key]
     gradient = known.gradient
     assert gradient is not None
+    if gradient.sized:
+        return f"{known.region.name}_backward", in_scope(gradient.backward_program())  # tangents are laid out as it was traced
     given = iter(strides[len(known.saved) :])
     wanted: list[tuple[int, ...] | None] = []
     for mark, traced, value in zip(pattern, gradient.traced, gradient.values[len(known.saved) :]):

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .arrange import drop_switches
+from .spans import SYMBOLIC, numbers, size_node
 
 Tensor = torch.Tensor
 Spec = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], torch.device, bool]
@@ -65,7 +66,8 @@ class Region:
 
     @property
     def ops(self) -> int:
-        return sum(node.op == "call_function" and node.target is not operator.getitem for node in self.graph.graph.nodes)
+        calls = [node for node in self.graph.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+        return sum(not isinstance(node.meta.get("val"), SYMBOLIC) for node in calls)
 
     def digest(self) -> str:
         """A text that two regions share exactly when their graphs, inputs and states are equal."""
@@ -121,8 +123,12 @@ def cut(module: GraphModule, records: list[Any], begin: Callable, end: Callable)
     for stop in [node for node in graph.nodes if node.target is end]:  # inner blocks end first
         start, record = starts.pop(stop.args[0]), records[stop.args[0]]
         if not record.reason:
+            hoist_sizes(start, stop)
             region = record.region
             region.graph = extract(module, start, stop, region.grad)
+            region.inputs, region.outputs = (
+                [(s[0], numbers(s[1]), numbers(s[2]), *s[3:]) for s in side] for side in (region.inputs, region.outputs)
+            )
             region.key = region.digest()
             same = shared.setdefault(region.key, region)
             same.marked |= region.marked
@@ -144,6 +150,15 @@ def between(start: Node, stop: Node) -> Iterable[Node]:
         node = node.next
 
 
+def hoist_sizes(start: Node, stop: Node) -> None:
+    """Compute the sizes that need nothing of a block before it: torch makes each once, where it is first needed, for all that follow."""
+    inside = {*between(start, stop)}
+    for node in [*between(start, stop)]:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt) and inside.isdisjoint(node.all_input_nodes):
+            inside.discard(node)
+            start.prepend(node)
+
+
 def extract(module: GraphModule, start: Node, stop: Node, grad: bool) -> GraphModule:
     """Copy what stands between two marks; the end mark names results and inputs."""
     _, results, inputs = stop.args
@@ -152,6 +167,10 @@ def extract(module: GraphModule, start: Node, stop: Node, grad: bool) -> GraphMo
     for place, node in enumerate(inputs):  # type: ignore[arg-type,union-attr]
         names[node] = made.placeholder(f"x{place}")  # type: ignore[index]
         names[node].meta.update(node.meta)  # type: ignore[index,union-attr]
+    given, inside = list(names.values()), {*between(start, stop)}
+    for source in dict.fromkeys(source for node in between(start, stop) for source in node.all_input_nodes):
+        if source not in inside and source not in names and isinstance(source.meta.get("val"), torch.SymInt):
+            names[source] = size_node(made, source.meta["val"], given)
     for node in between(start, stop):
         if node in names or node.op == "placeholder":
             continue

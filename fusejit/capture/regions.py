@@ -35,6 +35,7 @@ from .ordered import OPS as ORDERED
 from .outputs import OUTPUT_VALUES
 from .reads import CONTAINERS, DEPTH
 from .relocate import Window, relocate
+from .spans import SYMBOLIC, settled, told, varies, whole
 from .trace import LOCAL, Tracing
 
 Tensor = torch.Tensor
@@ -203,7 +204,9 @@ class Regions:
         keys: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                keys.append((self.spec(leaf), tensors.setdefault(id(leaf), len(tensors))))
+                keys.append((settled(self.spec(leaf)), tensors.setdefault(id(leaf), len(tensors))))
+            elif isinstance(leaf, SYMBOLIC):
+                raise Refused("an argument is a number that varies")
             else:
                 keys.append(type(leaf) if isinstance(leaf, torch.nn.Module) else value_key(leaf))
         what = type(roots[0]) if isinstance(roots[0], torch.nn.Module) else function_key(roots[0])
@@ -216,8 +219,8 @@ class Regions:
 
     def spec(self, value: Tensor) -> Spec:
         with torch._C.DisableTorchFunction():
-            if value.layout is not torch.strided or any(not isinstance(n, int) for n in (*value.shape, *value.stride())):
-                raise Refused("an argument's shape is symbolic, or its layout not strided")
+            if value.layout is not torch.strided or not whole(value.shape, value.stride()):
+                raise Refused("an argument's layout is not strided, or has holes where its shape varies")
             return spec_of(value)
 
     def first(self, record: Record, run: Callable[[], Any], known: list[Record]) -> Any:
@@ -289,6 +292,8 @@ class Regions:
         read = self.tensors_read(record)
         needed = dict.fromkeys(source for node in own for source in node.all_input_nodes if source not in own)
         needed = {node: None for node in needed if node.op != "get_attr" or isinstance(self.constant(node), Tensor)}
+        sizes = [node for node in needed if isinstance(node.meta.get("val"), SYMBOLIC)]
+        needed = {node: None for node in needed if node not in sizes}
         for node in needed:
             how, what = source = self.source(node, arguments, read)
             record.sources.append(source)
@@ -298,6 +303,9 @@ class Regions:
             record.region.inputs.append((dtype, shape, stride, device, grad))
         if not needed:
             raise Refused("it takes no tensor")
+        read_sizes = any(symbolic_in(item.value, DEPTH) for item in record.window.reads.values())
+        if read_sizes or not all(told(node.meta["val"], [spec[1] for spec in record.region.inputs]) for node in sizes):
+            raise Refused("it uses a size that none of its tensors has")
         return tuple(needed)
 
     def source(self, node: torch.fx.Node, arguments: dict[torch.fx.Node, int], read: dict[torch.fx.Node, Tensor]) -> tuple[str, Any]:
@@ -429,6 +437,8 @@ def unobserved() -> Iterator[None]:
 def stand_in(spec: Spec) -> Tensor:
     """A fake result of a call: no leaf, so that it may be changed in place where it requires grad."""
     dtype, shape, stride, device, grad = spec
+    if varies(spec):
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=grad).clone()
     size = 1 + sum((n - 1) * step for n, step in zip(shape, stride)) if 0 not in shape else 0
     return torch.empty(size, dtype=dtype, device=device, requires_grad=grad).clone().as_strided(shape, stride)
 
@@ -440,6 +450,13 @@ def tensors_in(value: Any, depth: int) -> Iterable[Tensor]:
     elif depth and isinstance(value, CONTAINERS):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item, depth - 1)
+
+
+def symbolic_in(value: Any, depth: int) -> bool:
+    """Whether a number that varies is among the values that were read."""
+    if not depth or not isinstance(value, CONTAINERS):
+        return isinstance(value, SYMBOLIC)
+    return any(symbolic_in(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def mark_of_class(cls: type) -> Mark | None:

@@ -42,6 +42,7 @@ class Scope:
         self.atoms: dict[str, str] = {}
         self.guards: dict[str, None] = {}
         self.steps: list[str] = []
+        self.programs: dict[Any, Any] = {}  # those that were compiled in this scope, for others of it to call
         self.floats = {name for name, value in hints.items() if isinstance(value, float)}
         self.bounds = {name: UNKNOWN if name in self.floats else (2, LARGEST) for name in hints}
 
