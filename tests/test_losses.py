@@ -182,6 +182,7 @@ LARGE = {
     "weights": lambda x, t, w: F.cross_entropy(x.float(), t, weight=w),
     "weights and smoothing": lambda x, t, w: F.cross_entropy(x.float(), t, weight=w, label_smoothing=0.1),
     "probabilities": lambda x, t, w: F.cross_entropy(x.float(), t.float()),
+    "half probabilities": lambda x, t, w: F.cross_entropy(x, t),
     "probabilities, weights and smoothing": lambda x, t, w: F.cross_entropy(x.float(), t.float(), weight=w, label_smoothing=0.1),
 }
 

@@ -126,3 +126,12 @@ def test_a_workspace_of_the_peers_is_written_and_read():
             buf5 = workspace_0[1 * (1024) * (4096) : (1 + 1) * (1024) * (4096)].view(1024, 4096).sum(dim=0).view([4096])
     """
     assert static._workspaces(source) == 2 * 8388608 * 4 and len(static.SUMMED.findall(source)) == 2
+
+
+def test_kernels_of_parts_count_as_often_as_they_run():
+    case = next(c for c in CASES if c.id == "linear_cross_entropy-both-bfloat16-16384x1024x128256")
+    figures = static.ours(case, "sm_90")
+    logits, parts = 2 * 16384 * 128256, 4
+    assert figures.externs == 3 * parts and figures.bytes_read >= logits and figures.bytes_written >= logits
+    read, _ = static.least(case)
+    assert figures.bytes_moved <= 1.01 * (sum(static.least(case)) + criteria.in_parts(case, read))

@@ -66,7 +66,7 @@ def chunk(module: GraphModule, limit: int, compiler: Callable, flavour: str) -> 
 def one_result_each(graph: Graph, limit: int) -> None:
     """Write the largest values of long rows and their places as two ops: a row-local op has one result."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or short(node.target) not in BOTH or _bytes(node.args[0]) <= limit:  # type: ignore[arg-type]
+        if node.op != "call_function" or short(node.target) not in BOTH or node.kwargs or _bytes(node.args[0]) <= limit:  # type: ignore[arg-type]
             continue
         x, dim, keep = (*node.args, False)[:3]
         values, places = BOTH[short(node.target)]

@@ -46,7 +46,6 @@ def heads(module: GraphModule, limit: int) -> tuple[GraphModule, list[str]]:
             before = _sizes(node)
             node = _dropped(node, chain)
             notes.append(f"{short(node.target)} of {before} is computed for the {_sizes(node)} that are read  {line_of(node)}".rstrip())
-    graph.eliminate_dead_code(lambda n: n.is_impure() or n.op in ("placeholder", "output"))
     graph.lint()
     return GraphModule(module, graph), notes
 
@@ -69,7 +68,10 @@ def _contraction(node: Node) -> Any:
     inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
     one, comma, two = inputs.partition(",")
     plain = arrow and comma and (one + two + output).isalpha() and all(len(set(word)) == len(word) for word in (one, two, output))
-    if not plain or len(one) < 2 or len(two) != 2 or one[-1] in output:
+    if not plain or len(one) < 2 or len(two) != 2 or one[-1] not in two or one[-1] in output:
+        return None
+    a, b = (operand.meta["val"] for operand in _list(node.args[1]))
+    if a.shape[-1] != b.shape[two.index(one[-1])]:  # one of the two is repeated
         return None
     for op, (inner, outer) in ((aten.linear.default, (two[1], two[0])), (aten.matmul.default, (two[0], two[1]))):
         if inner == one[-1] and outer not in one and output == one[:-1] + outer:
@@ -88,7 +90,7 @@ def _drops(product: Node) -> list[Node]:
         (node,) = node.users
         chain.append(node)
         if node.op == "call_function" and short(node.target) in DROPS:
-            return chain if _of_rows(node) else []
+            return chain if len(node.all_input_nodes) == 1 and _of_rows(node) else []
         alone = len(node.all_input_nodes) == 1 and node.op == "call_function"
         if not alone or not (short(node.target) in SAME or short(node.target) in POINTWISE):
             return []

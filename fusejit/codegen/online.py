@@ -102,7 +102,7 @@ def linear(node: Expr, exact: bool = False) -> Shifted | None:
     while isinstance(term, Compute) and term.op in ("mul", "neg"):
         factor, rest = (const(-1.0, torch.float32), term.args[0]) if term.op == "neg" else term.args
         factor, rest = (rest, factor) if _has_reduce(factor) else (factor, rest)
-        weights.append(cast(factor, torch.float32))
+        weights.append(factor)
         term = rest if exact else _unrounded(rest)
     parts: list[Expr] = []
     while isinstance(term, Compute) and term.op == "sub" and _of_row(term.args[1]) and term.dtype is torch.float32:
@@ -187,7 +187,7 @@ def weighted_count(found: Shifted) -> Reduce:
 def _weighted(found: Shifted, value: Expr) -> Reduce:
     dtype = found.node.dtype
     for weight in found.weights:
-        value = compute("mul", value, weight, dtype=dtype)
+        value = compute("mul", value, cast(weight, dtype), dtype=dtype)
     value = value if found.mask is None else compute("where", found.mask, value, const(0.0, dtype), dtype=dtype)
     node = reduction("sum", value, dtype=dtype)
     assert isinstance(node, Reduce)
@@ -225,13 +225,17 @@ def corrected(kind: str, partial: Expr, own: Expr, shifts: tuple[Expr, ...], mor
     return compute("where", compute("eq", own, low, dtype=torch.bool), empty, compute("mul", partial, scale, dtype=dtype), dtype=dtype)
 
 
-def in_one_pass(cluster: Cluster) -> tuple[dict[Expr, int], dict[Expr, Shifted]]:
-    """Return `Cluster.levels` where a loop takes shifted sums together with what they are shifted by, and those sums."""
+def in_one_pass(cluster: Cluster, exact: bool = True) -> tuple[dict[Expr, int], dict[Expr, Shifted]]:
+    """Return `Cluster.levels` where a loop takes shifted sums together with what they are shifted by, and those sums.
+
+    Args:
+        exact: as `linear`.
+    """
     levels: dict[Expr, int] = {}
     found: dict[Expr, Shifted] = {}
     for node in cluster.order:
         below = max((levels[c] for c in children(node)), default=0)
-        one = (shifted(node) or linear(node, exact=True)) if below == 1 else None
+        one = (shifted(node) or linear(node, exact)) if below == 1 else None
         if one is not None and (one.kind == "square" or _is_maximum(one) or _about_maximum(one, levels)):
             found[node] = one
             levels[node] = 1
@@ -240,13 +244,13 @@ def in_one_pass(cluster: Cluster) -> tuple[dict[Expr, int], dict[Expr, Shifted]]
     return levels, found
 
 
-def last_reads(cluster: Cluster, one_pass: bool = True) -> dict[str, int]:
+def last_reads(cluster: Cluster, one_pass: bool = True, exact: bool = True) -> dict[str, int]:
     """Return {buffer: the last pass over a row that loads it}; a store's pass is its value's level.
 
     Args:
-        one_pass: whether shifted sums are taken together with what they are shifted by, as a loop does.
+        one_pass: whether shifted sums are taken together with what they are shifted by, as a loop does; exact: as `linear`.
     """
-    levels, found = in_one_pass(cluster) if one_pass else (cluster.levels, {})
+    levels, found = in_one_pass(cluster, exact) if one_pass else (cluster.levels, {})
     taken = [(levels[n] - 1, a) for n in cluster.order if isinstance(n, Reduce) for a in (found[n].reads if n in found else n.args)]
     result: dict[str, int] = {}
     for level, root in (*taken, *((levels[s.value], r) for s in cluster.stores for r in (s.value, *(e for e, _ in s.index)))):

@@ -123,7 +123,8 @@ def _passes(step: Cluster, kernel: Kernel) -> tuple[dict[Expr, int], dict[str, i
     """Return the pass that has each value, and {operand: the last pass that loads it}; nothing of a kernel that loads a row once."""
     walks = kernel.template == "reduction_mixed" and product(step.reduce) > kernel.schedule["RBLOCK"]
     if walks or kernel.template == "reduction_looped":
-        return in_one_pass(step)[0], last_reads(step)
+        exact = not kernel.fp_fusion  # as it was rendered
+        return in_one_pass(step, exact)[0], last_reads(step, exact=exact)
     return (step.levels, last_reads(step, one_pass=False)) if kernel.schedule.keep else ({}, {})
 
 

@@ -145,7 +145,7 @@ class Writer:
         self.tiles_a_row = -(-whole // tiles["RBLOCK"]) if cluster.reduce and fixed else 1
         looped = tiles.template == "reduction_looped" and fixed  # a pass more where the length varies
         if looped or (cluster.programs and self.tiles_a_row > 1):
-            self.levels, self.online = in_one_pass(cluster)
+            self.levels, self.online = in_one_pass(cluster, self.exact)
         self.rows: dict[Expr, bool] = {}  # whether a value has a row for each row of the tile
         for node in cluster.order:
             runs = isinstance(node, (Load, Iota)) and any((node.layout.strides or ())[: self.split])
