@@ -30,7 +30,7 @@ import torch
 
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
-from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
+from .names import STATE, class_table, followable, full, global_names, holder_of, torch_state, users_class
 from .outside import on_builtin_call, on_python_call
 from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, tensors_within
 from .streams import Streams
@@ -68,7 +68,7 @@ class Recorder:
         self.streams = Streams()
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
-        self.functions: set[int] = set()  # tables of their attributes, which Dynamo does not see change
+        self.functions: set[int] = set()  # tables of their attributes
         self.slots: list[tuple[Any, str, Any, Any]] = []
         self.classes: dict[type, dict[str, Any]] = {}
         self.messages: dict[str, Effect] = {}  # by line: what only the capture logs or warns
@@ -304,14 +304,13 @@ class Recorder:
         self.silent += 1
         try:
             loads, stores = global_names(code)
-            for name in stores:
-                self.stores.setdefault((id(scope), name), (scope, name, scope.get(name, MISSING)))
+            for *path, name in stores:
+                table = holder_of(path, name, scope, free)
+                table = vars(table) if isinstance(table, types.ModuleType) and followable(table) else table
+                if not path or isinstance(table, dict) and "__name__" in table:
+                    self.stores.setdefault((id(table), name), (table, name, table.get(name, MISSING)))
             for *path, name in loads:
-                table: Any = free if (path or [name])[0] in free else scope
-                holder: Any = None
-                for part in path:
-                    holder = table.get(part, MISSING) if isinstance(table, Mapping) else getattr(table, part, MISSING)
-                    table = holder if isinstance(holder, types.ModuleType) else class_table(holder) if followable(holder) else {}
+                table = holder_of(path, name, scope, free)
                 if table is not free:
                     self.scan_name(table, name)
         finally:
