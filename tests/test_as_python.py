@@ -223,13 +223,14 @@ def attributes_of_a_module():
         from settings_of_a_user import scale
 
         settings_of_a_user.total = settings_of_a_user.total + x
+        settings_of_a_user.scale += 1
         return settings_of_a_user.total * scale * settings_of_a_user.scale
 
     def arguments():
         settings.scale += 1
         return row()
 
-    return run, lambda: settings.total, arguments
+    return run, lambda: (settings.total, settings.scale), arguments
 
 
 @program

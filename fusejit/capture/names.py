@@ -24,6 +24,7 @@ ROOTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 IMPORT = "import "
 """What the name of a module begins with that the code itself imports."""
+LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF")
 SILENT = ("CACHE", "PRECALL", "EXTENDED_ARG")
 STATE = frozenset(
     {
@@ -46,24 +47,27 @@ def global_names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tup
     stores: dict[tuple[str, ...], None] = {}
     imported: dict[str, str] = {}  # by local variable
     chain: tuple[str, ...] = ()
+    changed: dict[tuple[str, ...], None] = {}  # what `a.b += 1` looks up once, for both
     for step in dis.get_instructions(code):
-        if step.opname in ROOTS and step.argval.isidentifier():  # others are names that pytest puts into a test's assert
+        if step.opname in LOCALS and step.argval in imported:
+            chain = (IMPORT + imported[step.argval],)
+        elif step.opname in ROOTS and step.argval.isidentifier():  # others are names that pytest puts into a test's assert
             chain = (step.argval,)
         elif step.opname == "IMPORT_NAME":
             chain = (IMPORT + step.argval,)
-        elif step.opname.startswith("LOAD_FAST") and step.argval in imported:
-            chain = (IMPORT + imported[step.argval],)
+        elif step.opname == "COPY" and chain:
+            changed[chain] = None
         elif step.opname in ATTRIBUTES and chain:
             chain = (*chain, step.argval)
         elif step.opname in SILENT:
             continue
         else:
-            if step.opname == "STORE_FAST" and len(chain) == 1 and chain[0].startswith(IMPORT):
+            if step.opname in ("STORE_FAST", "STORE_DEREF") and len(chain) == 1 and chain[0].startswith(IMPORT):
                 imported[step.argval] = chain[0].removeprefix(IMPORT).split(".")[0]
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 stores[step.argval,] = None
-            if step.opname in ("STORE_ATTR", "DELETE_ATTR") and chain:
-                stores[*chain, step.argval] = None
+            if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+                stores |= {(*holder, step.argval): None for holder in ([chain] if chain else changed)}
             chain = ()
         if chain:
             loads[chain] = None
