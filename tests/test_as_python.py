@@ -272,6 +272,31 @@ def spectral_norm():
     return net, lambda: dict(net.state_dict()), row
 
 
+# What Python asks of a tensor besides its values.
+
+
+@program
+def a_mark_on_an_argument():
+    def marked():
+        x = torch.randn(3)
+        x.scale = int(10 * torch.rand(()))  # type: ignore[attr-defined]
+        return (x,)
+
+    return (lambda x: x * getattr(x, "scale", 1)), none, marked
+
+
+@program
+def a_mark_on_a_parameter():
+    net = nn.Linear(3, 3)
+    net.weight.scale = 1  # type: ignore[attr-defined]
+
+    def arguments():
+        net.weight.scale += 1
+        return row()
+
+    return (lambda x: net(x) * net.weight.scale), none, arguments
+
+
 # Random numbers and the state of torch.
 
 
@@ -431,6 +456,14 @@ CASES = [
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_as_eager(name: str, mode: str) -> None:
     same(played(PROGRAMS[name], None), played(PROGRAMS[name], {"backend": "eager"} | OPTIONS[mode]))
+
+
+def test_the_type_of_a_tensor():
+    def run(x):
+        return x * 2 if type(x) is torch.Tensor else x * 3 if type(x) is nn.Parameter else x * 4
+
+    jitted = jit(run, fullgraph=True)
+    assert jitted(torch.ones(1)).item() == 2 and jitted(nn.Parameter(torch.ones(1))).item() == 3
 
 
 def test_what_is_said_of_it(caplog):

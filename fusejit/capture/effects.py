@@ -31,7 +31,7 @@ import torch
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
 from .names import STATE, class_table, followable, full, global_names, holder_of, torch_state, users_class
-from .outside import on_builtin_call, on_python_call
+from .outside import on_builtin_call, on_python_call, refuse_marks
 from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, tensors_within
 from .streams import Streams
 
@@ -69,6 +69,7 @@ class Recorder:
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
         self.functions: set[int] = set()  # tables of their attributes
+        self.marked: list[torch.Tensor] = []  # arguments on which the user's code keeps something
         self.slots: list[tuple[Any, str, Any, Any]] = []
         self.classes: dict[type, dict[str, Any]] = {}
         self.messages: dict[str, Effect] = {}  # by line: what only the capture logs or warns
@@ -89,6 +90,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         self.patch(torch.nn.Module)
         self.patch_apply()
+        refuse_marks(self)
         self.profiling = sys.getprofile() is None
         if self.profiling:
             sys.setprofile(self.on_call)
@@ -200,6 +202,9 @@ class Recorder:
         self.watched.setdefault(id(table), table)
         if isinstance(value, torch.Tensor):
             self.sources.setdefault(id(value), read)
+            for mark, item in vars(value).items():  # what the user's code keeps on it
+                if type(item) in LEAVES and not mark.startswith("_"):
+                    self.add("item", vars(value), mark, item)
             return
         for keys, tensor in tensors_within(read.snapshot) if isinstance(value, CONTAINERS) else ():
             self.sources.setdefault(id(tensor), Read("element", read, keys, tensor))  # type: ignore[arg-type]
