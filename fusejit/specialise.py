@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -201,7 +202,7 @@ def refuse_carried(captured: Captured, again: Callable[[], Captured], symbolic: 
         Unsupported: it does not; names what it changes.
     """
     what = captured.carried[0].effect
-    seen = not any(id(change.holder) in captured.recorder.functions for change in captured.carried)
+    seen = not any(id(change.holder) in captured.recorder.functions or isinstance(change.holder, deque) for change in captured.carried)
     refused = Unsupported(what.target, f"{what.action} by each call, and the next one computes with it: {CARRIED}", what.line, seen)
     with LOCK, contextlib.ExitStack() as stack:
         first = again() if captured.regions is not None or symbolic else captured

@@ -6,7 +6,9 @@ Every program is made twice, run three times eagerly and three times jitted; res
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +214,37 @@ def a_dict_of_attributes():
 
 
 @program
+def attributes_of_a_module():
+    settings = sys.modules["settings_of_a_user"] = types.ModuleType("settings_of_a_user")
+    settings.total, settings.scale = torch.zeros(3), 1  # type: ignore[attr-defined]
+
+    def run(x):
+        import settings_of_a_user  # type: ignore[import-not-found]
+        from settings_of_a_user import scale
+
+        settings_of_a_user.total = settings_of_a_user.total + x
+        settings_of_a_user.scale += 1
+        return settings_of_a_user.total * scale * settings_of_a_user.scale
+
+    def arguments():
+        settings.scale += 1
+        return row()
+
+    return run, lambda: (settings.total, settings.scale), arguments
+
+
+@program
+def a_queue():
+    latest: Any = deque(maxlen=2)
+
+    def run(x):
+        latest.append(x * 1)
+        return torch.stack(list(latest)).mean(0)
+
+    return run, lambda: list(latest), row
+
+
+@program
 def a_list_that_grows():
     seen: list[Any] = []
 
@@ -237,6 +270,31 @@ def a_flag_that_turns():
 def spectral_norm():
     net = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))
     return net, lambda: dict(net.state_dict()), row
+
+
+# What Python asks of a tensor besides its values.
+
+
+@program
+def a_mark_on_an_argument():
+    def marked():
+        x = torch.randn(3)
+        x.scale = int(10 * torch.rand(()))  # type: ignore[attr-defined]
+        return (x,)
+
+    return (lambda x: x * getattr(x, "scale", 1)), none, marked
+
+
+@program
+def a_mark_on_a_parameter():
+    net = nn.Linear(3, 3)
+    net.weight.scale = 1  # type: ignore[attr-defined]
+
+    def arguments():
+        net.weight.scale += 1
+        return row()
+
+    return (lambda x: net(x) * net.weight.scale), none, arguments
 
 
 # Random numbers and the state of torch.
@@ -377,13 +435,35 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic": True},
     "interpret": {"backend": "interpret", "numerics": "eager"},
 }
-COMPILED = {"an_op_that_fails", "buffers_and_attributes", "a_hidden_state", "a_list_that_grows", "checkpointed", "a_step_of_an_optimizer"}
-CASES = [(name, mode) for name in PROGRAMS for mode in OPTIONS if mode != "interpret" or name in COMPILED]
+COMPILED = {
+    "an_op_that_fails",
+    "buffers_and_attributes",
+    "a_hidden_state",
+    "a_list_that_grows",
+    "a_queue",
+    "checkpointed",
+    "a_step_of_an_optimizer",
+}
+DYNAMO = {"a_queue"}  # which it takes for one without an end
+CASES = [
+    (name, mode)
+    for name in PROGRAMS
+    for mode in OPTIONS
+    if (mode != "interpret" or name in COMPILED) and (mode != "bytecode" or name not in DYNAMO)
+]
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_as_eager(name: str, mode: str) -> None:
     same(played(PROGRAMS[name], None), played(PROGRAMS[name], {"backend": "eager"} | OPTIONS[mode]))
+
+
+def test_the_type_of_a_tensor():
+    def run(x):
+        return x * 2 if type(x) is torch.Tensor else x * 3 if type(x) is nn.Parameter else x * 4
+
+    jitted = jit(run, fullgraph=True)
+    assert jitted(torch.ones(1)).item() == 2 and jitted(nn.Parameter(torch.ones(1))).item() == 3
 
 
 def test_what_is_said_of_it(caplog):

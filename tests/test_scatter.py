@@ -318,3 +318,13 @@ def test_elements_of_a_row_that_are_added_to_one_place(backend):
     g = torch.randn(2, 3, 5)
     for fn, given in ((by_position, torch.tensor([1, 3, 1])), (sums, torch.tensor([0, 2, 1]))):
         torch.testing.assert_close(fusejit.jit(fn, backend=backend, fullgraph=True)(g, given), fn(g, given))
+
+
+def test_a_place_that_a_whole_row_leads_to(fuse, device):
+    """The index is one value a row, and so is what stands there: the mask of the row's columns is none of theirs."""
+    for fn in (lambda x: x[x.argmax()], lambda x: x[(x.sum() > 0).long()] * 2):
+        jitted = fuse(fn, fullgraph=True)
+        for sign in (1, -1):
+            x = (torch.arange(5.0, device=device) * sign).requires_grad_()
+            torch.testing.assert_close(jitted(x), fn(x))
+            torch.testing.assert_close(torch.autograd.grad(jitted(x), x), torch.autograd.grad(fn(x), x))

@@ -220,6 +220,21 @@ def test_closures_defaults_and_helpers(backend):
     check_both(fn, TWO, backend)
 
 
+def doubled(fn):
+    @functools.wraps(fn)
+    def call(*args): return fn(*args) * 2  # fmt: skip  # noqa: E704
+
+    return call
+
+
+@doubled
+def kept_on_one_line(x): return x if x.sum() > 0 else -x  # fmt: skip  # noqa: E704
+
+
+def test_decorated_functions_of_one_line(backend):
+    check_both(kept_on_one_line, TWO, backend)
+
+
 def heavy(x):
     w = torch.ones(2, 2) * 0.5
     if x.sum() > 0:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..capture.lines import user_line
 from ..capture.trace import LOCK
 from ..codegen.random import share_seeds
 from ..errors import Unsupported
@@ -292,6 +293,7 @@ def route(joint: Any, given: list[Tensor], compiler: Compiler) -> Built:
         graphs["forward"] = plain
         program = compiler(plain, placeholder_values(plain), "forward")
         return Built(outside_autocast(program), graphs, program, mutates=mutates)
+    refuse_sparse(module)
     halves = partition(module, captured.updated_flat_args, state.fw_metadata.num_outputs)
     graphs |= {"forward": halves.forward, "backward": halves.backward}
     # torch 2.11 has one name where later versions tell the user's requires_grad from the backward's
@@ -299,6 +301,14 @@ def route(joint: Any, given: list[Tensor], compiler: Compiler) -> Built:
     program = compiler(halves.forward, placeholder_values(halves.forward), "forward")
     gradient = Differentiable(halves, program, compiler, requires_grad)
     return Built(gradient.apply, graphs, program, gradient, mutates=mutates)
+
+
+def refuse_sparse(module: torch.fx.GraphModule) -> None:
+    """Refuse what the backward alone would refuse, when it is too late: sparse gradients, as of `nn.Embedding(sparse=True)`."""
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            raise Unsupported(str(node.target), f"a gradient has layout {value.layout}: only strided tensors are compiled", user_line(node))
 
 
 def overlaps(value: Tensor) -> bool:

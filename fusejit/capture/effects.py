@@ -30,8 +30,8 @@ import torch
 
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
-from .names import STATE, class_table, followable, full, global_names, torch_state, users_class
-from .outside import on_builtin_call, on_python_call
+from .names import STATE, class_table, followable, full, global_names, holder_of, torch_state, users_class
+from .outside import on_builtin_call, on_python_call, refuse_marks
 from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, tensors_within
 from .streams import Streams
 
@@ -68,7 +68,8 @@ class Recorder:
         self.streams = Streams()
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
-        self.functions: set[int] = set()  # tables of their attributes, which Dynamo does not see change
+        self.functions: set[int] = set()  # tables of their attributes
+        self.marked: list[torch.Tensor] = []  # arguments on which the user's code keeps something
         self.slots: list[tuple[Any, str, Any, Any]] = []
         self.classes: dict[type, dict[str, Any]] = {}
         self.messages: dict[str, Effect] = {}  # by line: what only the capture logs or warns
@@ -89,6 +90,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         self.patch(torch.nn.Module)
         self.patch_apply()
+        refuse_marks(self)
         self.profiling = sys.getprofile() is None
         if self.profiling:
             sys.setprofile(self.on_call)
@@ -200,6 +202,9 @@ class Recorder:
         self.watched.setdefault(id(table), table)
         if isinstance(value, torch.Tensor):
             self.sources.setdefault(id(value), read)
+            for mark, item in vars(value).items():  # what the user's code keeps on it
+                if type(item) in LEAVES and not mark.startswith("_"):
+                    self.add("item", vars(value), mark, item)
             return
         for keys, tensor in tensors_within(read.snapshot) if isinstance(value, CONTAINERS) else ():
             self.sources.setdefault(id(tensor), Read("element", read, keys, tensor))  # type: ignore[arg-type]
@@ -304,14 +309,13 @@ class Recorder:
         self.silent += 1
         try:
             loads, stores = global_names(code)
-            for name in stores:
-                self.stores.setdefault((id(scope), name), (scope, name, scope.get(name, MISSING)))
+            for *path, name in stores:
+                table = holder_of(path, name, scope, free)
+                table = vars(table) if isinstance(table, types.ModuleType) and followable(table) else table
+                if not path or isinstance(table, dict) and "__name__" in table:
+                    self.stores.setdefault((id(table), name), (table, name, table.get(name, MISSING)))
             for *path, name in loads:
-                table: Any = free if (path or [name])[0] in free else scope
-                holder: Any = None
-                for part in path:
-                    holder = table.get(part, MISSING) if isinstance(table, Mapping) else getattr(table, part, MISSING)
-                    table = holder if isinstance(holder, types.ModuleType) else class_table(holder) if followable(holder) else {}
+                table = holder_of(path, name, scope, free)
                 if table is not free:
                     self.scan_name(table, name)
         finally:

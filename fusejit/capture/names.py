@@ -13,7 +13,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,10 @@ import torch
 from .lines import kind
 
 ROOTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
-ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+IMPORT = "import "
+"""What the name of a module begins with that the code itself imports."""
+LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF")
 SILENT = ("CACHE", "PRECALL", "EXTENDED_ARG")
 STATE = frozenset(
     {
@@ -38,25 +41,54 @@ STATE = frozenset(
 
 
 @functools.cache
-def global_names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the attribute chains rooted at globals or closure variables that a code object loads, and the globals that it stores."""
+def global_names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """Return the attribute chains rooted at globals, closure variables or imports that a code object loads, and those that it stores."""
     loads: dict[tuple[str, ...], None] = {}
-    stores: dict[str, None] = {}
+    stores: dict[tuple[str, ...], None] = {}
+    imported: dict[str, str] = {}  # by local variable
     chain: tuple[str, ...] = ()
+    changed: dict[tuple[str, ...], None] = {}  # what `a.b += 1` looks up once, for both
     for step in dis.get_instructions(code):
-        if step.opname in ROOTS and step.argval.isidentifier():  # others are names that pytest puts into a test's assert
+        if step.opname in LOCALS and step.argval in imported:
+            chain = (IMPORT + imported[step.argval],)
+        elif step.opname in ROOTS and step.argval.isidentifier():  # others are names that pytest puts into a test's assert
             chain = (step.argval,)
+        elif step.opname == "IMPORT_NAME":
+            chain = (IMPORT + step.argval,)
+        elif step.opname == "COPY" and chain:
+            changed[chain] = None
         elif step.opname in ATTRIBUTES and chain:
             chain = (*chain, step.argval)
         elif step.opname in SILENT:
             continue
         else:
-            chain = ()
+            if step.opname in ("STORE_FAST", "STORE_DEREF") and len(chain) == 1 and chain[0].startswith(IMPORT):
+                imported[step.argval] = chain[0].removeprefix(IMPORT).split(".")[0]
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                stores[step.argval] = None
+                stores[step.argval,] = None
+            if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+                stores |= {(*holder, step.argval): None for holder in ([chain] if chain else changed)}
+            chain = ()
         if chain:
             loads[chain] = None
-    return tuple(loads), tuple(stores)
+    return tuple(chain for chain in loads if not chain[-1].startswith(IMPORT)), tuple(stores)
+
+
+def holder_of(path: Sequence[str], name: str, scope: Any, free: Mapping[str, Any]) -> Any:
+    """Return what holds `name` at the end of a chain: a scope, a module, the table of a class; an empty dict for anything else."""
+    first = path[0] if path else name
+    table: Any = free if first in free else sys.modules if first.startswith(IMPORT) else scope
+    for part in path:
+        part = part.removeprefix(IMPORT)
+        holder = table.get(part) if isinstance(table, Mapping) else getattr(table, part, None)
+        table = (
+            holder
+            if isinstance(holder, types.ModuleType)
+            else class_table(holder)
+            if isinstance(holder, type) and followable(holder)
+            else {}
+        )
+    return table
 
 
 def followable(value: Any) -> bool:

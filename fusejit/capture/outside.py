@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import time
 import types
 import warnings
@@ -40,6 +41,7 @@ CLOCKS = frozenset({
 })  # fmt: skip
 """Functions whose result is another one at each call, and which a graph does not call again."""
 FROZEN = "it would run while capturing only, and its result be frozen into the graph; call it outside, and pass the result as an argument"
+MARK = "what Python code keeps on a tensor is no input of the graph; pass it as an argument"
 RESEEDS = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
 SETTINGS: dict[Any, str] = {torch._C._set_default_dtype: "torch.set_default_dtype"}
 ONCE = "it would take effect at capture only; call it outside"
@@ -84,6 +86,20 @@ def on_builtin_call(recorder: Any, frame: types.FrameType, called: Any) -> None:
         raise Unsupported(f"{owner.__name__.removeprefix('_')}.{called.__name__}", FROZEN, frame_line(frame))
     elif called is torch.is_inference_mode_enabled and recorder.inference:
         raise Unsupported("torch.is_inference_mode_enabled", INFERENCE, frame_line(frame))
+
+
+def refuse_marks(recorder: Any) -> None:
+    """Refuse an attribute that the user's code has put on a tensor: the trace's stand-in has none, and a default would be taken for it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def missing(fake: Any, name: str) -> Any:
+        if kind(sys._getframe(1).f_code.co_filename) != "torch":
+            for value in recorder.marked:
+                if name in vars(value) and recorder.twins.get(id(value)) is fake:
+                    raise Unsupported(f"the attribute {name} of a tensor", MARK, frame_line(user_frame(sys._getframe(1))), in_python=False)
+        raise AttributeError(f"'Tensor' object has no attribute '{name}'", name=name, obj=fake)
+
+    recorder.replace(FakeTensor, "__getattr__", missing)
 
 
 def note_message(recorder: Any, frame: types.FrameType, what: str, done: str) -> None:

@@ -42,6 +42,7 @@ from .lookalike import lookalike, refuse_type
 from .ordered import ASSERTS, as_check
 from .ordered import OPS as ORDERED
 from .outputs import Constant, check_unchanged, sort_outputs
+from .outside import MARK
 from .reads import Effect
 from .record import recording
 from .refused import DATA, REFUSED, WAY_OUT, T
@@ -407,7 +408,7 @@ def run_body(
     modes = [leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)]
     fake_mode = modes[0] if modes else symbols.mode if symbols is not None else FakeTensorMode()
     tracing = LOCAL.tracing = Tracing(fake_mode, symbols)
-    watcher.twins = tracing.twins
+    watcher.twins, watcher.marked = tracing.twins, [leaf for leaf in leaves if isinstance(leaf, Tensor) and vars(leaf)]
     blocks, positions = regions and regions(tracing, watcher), tracing.take(leaves)
     fakes = [tracing.twins[id(leaves[position])] for position in positions]
     numbers = symbols.given() if symbols is not None else {}
@@ -473,8 +474,7 @@ def capture_state() -> Iterator[None]:
 def explain_error(error: BaseException) -> BaseException:
     """Turn torch's own refusals into `Unsupported`; leave the user's exceptions as they are."""
     if isinstance(error, AttributeError) and type(error.obj).__name__ == "FakeTensor":  # of the user's tensor, or of none
-        reason = "what Python code keeps on a tensor is no input of the graph; pass it as an argument"
-        return Unsupported(f"the attribute {error.name} of a tensor", reason, error_line(error), in_python=False)
+        return Unsupported(f"the attribute {error.name} of a tensor", MARK, error_line(error), in_python=False)
     if isinstance(error, (Unsupported, CaptureError)) or not isinstance(error, Exception) or raised_by_user(error):
         return error
     name = type(error).__name__

@@ -77,9 +77,17 @@ def callee(function: Any) -> Any:
             return transform(function, False)
         code = code_for(function, False)
         return function if code is None else build(function, code)
+    if function is type:
+        return type_of
     if kind_of is types.BuiltinFunctionType or kind_of is type or isinstance(function, torch.nn.Module):
         return function
     return rewritten(function, False)
+
+
+def type_of(*given: Any, **options: Any) -> Any:
+    """`type(...)`: of what stands for a tensor in a trace, the tensor's."""
+    made = type(*given, **options)
+    return (torch.nn.Parameter if isinstance(given[0], torch.nn.Parameter) else torch.Tensor) if made.__name__ == "FakeTensor" else made
 
 
 def refuse(function: types.FunctionType) -> None:

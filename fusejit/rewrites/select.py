@@ -36,7 +36,7 @@ UPDATES = {
 }  # fmt: skip
 PLAIN = frozenset((
     "range", "len", "isinstance", "issubclass", "getattr", "setattr", "hasattr", "int", "float", "bool", "str", "tuple", "list",
-    "dict", "set", "zip", "enumerate", "print", "type", "id", "min", "max", "sum", "abs", "repr", "reversed", "sorted", "slice",
+    "dict", "set", "zip", "enumerate", "print", "id", "min", "max", "sum", "abs", "repr", "reversed", "sorted", "slice",
     "iter", "next", "super", "callable",
 ))  # fmt: skip
 """Python's own functions, which nothing has to be done for; a variable of that name is called as it is, too."""

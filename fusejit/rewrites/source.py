@@ -181,17 +181,18 @@ def same_code(made: types.CodeType, code: types.CodeType) -> bool:
         return False
     if any(name.startswith(PYTEST) for name in code.co_varnames):
         return True  # pytest compiled another tree, in which each `assert` says more
+    first = {made.co_firstlineno, code.co_firstlineno}
     return (
         made.co_code == code.co_code
         and made.co_names == code.co_names
         and made.co_varnames == code.co_varnames
-        and positions(made) == positions(code)
+        and positions(made, first) == positions(code, first)
     )
 
 
-def positions(code: types.CodeType) -> list[Any]:
-    """Where each instruction stands; those of the first line aside, which is the decorator's in the original and the `def` in its tree."""
-    return [place for place in code.co_positions() if place[0] != code.co_firstlineno or code.co_name == "<lambda>"]
+def positions(code: types.CodeType, first: set[int]) -> list[Any]:
+    """Where each instruction stands; those of the first lines aside: the decorator's in the original, and the `def` in its tree."""
+    return [place for place in code.co_positions() if place[0] not in first or code.co_name == "<lambda>"]
 
 
 def arguments_of(code: types.CodeType) -> tuple[str, ...]:
