@@ -28,6 +28,19 @@ CORNERS = {
     "roll of nothing": (lambda a: a.roll(1, 0) + 1, ROW[:0]),
 }
 
+LOSSES = (F.mse_loss, F.smooth_l1_loss, F.huber_loss)
+
+
+@pytest.mark.parametrize("x", [torch.tensor([1.0, -float("inf"), float("nan"), 0.25]), torch.ones(0)], ids=["not finite", "nothing"])
+def test_gradients_of_losses(x):
+    """A difference that is not a number has a gradient that is none, and nothing has no gradient."""
+    y = torch.where(x == 1, -1.0, x)  # infinity minus infinity
+    for function in (lambda a, b, loss=loss: loss(a, b, reduction="sum") for loss in LOSSES):
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        function(a, y).backward()
+        fusejit.jit(function, backend="interpret", fullgraph=True)(b, y).backward()
+        torch.testing.assert_close(b.grad, a.grad, equal_nan=True)
+
 
 @pytest.mark.parametrize("case", CORNERS)
 def test_corner(case):

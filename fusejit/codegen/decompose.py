@@ -45,6 +45,9 @@ def table() -> dict[torch._ops.OpOverload, Callable]:
             found[op] = _unless_a_number(found[op])
     for op in (torch.ops.aten.nll_loss_backward.default, torch.ops.aten.nll_loss2d_backward.default):
         found[op] = _weighted_by_row(found[op])
+    for name in ("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward"):
+        op = getattr(torch.ops.aten, name).default
+        found[op] = _of_a_difference(found[op], signs=name.startswith("smooth"))
     found |= {op: _each(op) for op in _foreach_ops()}
     own = POINTWISE.keys() | REDUCTIONS.keys() | {"sum.default", "all.default", "any.default"}
     return {op: rule for op, rule in found.items() if short(op) not in own and short(op).split(".")[0] not in WHOLE}
@@ -109,6 +112,18 @@ def _weighted_by_row(rule: Callable) -> Callable:
         given = torch.where(target != ignored, target, 0)
         own = weight.gather(0, given.reshape(-1)).reshape(given.shape)
         return rule((grad / total if reduction == MEAN else grad) * own, x, target, None, 0, ignored, total)  # 0: a gradient for each row
+
+    return decomposition
+
+
+def _of_a_difference(rule: Callable, signs: bool) -> Callable:
+    """Let the gradient of a loss of x - y be NaN where that is, also where torch's rewrite takes its sign; of nothing there is none."""
+
+    def decomposition(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *args: object) -> torch.Tensor:
+        rest = x - y
+        if not x.numel():
+            return rest
+        return torch.where(rest != rest, rest, rule(grad, x, y, *args)) if signs else rule(grad, x, y, *args)
 
     return decomposition
 
