@@ -481,3 +481,33 @@ def test_what_is_said_of_it(caplog):
     caplog.clear()
     jit(a_counter_that_counts()[0])(torch.randn(3))
     assert "eager fallback" in caplog.text and "count.calls += 1" in caplog.text
+
+
+def test_objects_that_the_body_makes(caplog):
+    """A slice of a ModuleList, a box of one call: nothing was there before that later calls would have to repeat, or find as it was."""
+
+    class Box:
+        def __init__(self, value):
+            self.value, self.seen = value, []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.depth = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)]), 2
+
+        def forward(self, x):
+            box = Box(x)
+            for layer in self.layers[: self.depth]:
+                box.value = layer(box.value).relu()
+                box.seen.append(box.value.shape)
+            return box.value, len(box.seen)
+
+    net, x = Net(), torch.randn(2, 3)
+    jitted = jit(net, fullgraph=True, backend="eager")
+    with caplog.at_level("WARNING"):
+        for depth in (2, 3, 2):
+            net.depth = depth
+            found, wanted = jitted(x), net(x)
+            torch.testing.assert_close(found[0], wanted[0])
+            assert found[1] == wanted[1]
+    assert not caplog.records and not jitted.explain(x).effects

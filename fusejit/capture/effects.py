@@ -82,6 +82,7 @@ class Recorder:
         self.profiling = False
         self.silent = 0
         self.ignored: set[int] = set()
+        self.born: dict[int, Any] = {}  # objects that the body makes: what they hold is nothing that was there before
         self.twins: Mapping[int, Any] = {}  # real tensors' stand-ins in the trace, by id
         self.inference = torch.is_inference_mode_enabled()
 

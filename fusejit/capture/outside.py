@@ -49,7 +49,9 @@ INFERENCE = "the capture itself runs outside inference mode, and would see that"
 
 
 def on_python_call(recorder: Any, frame: types.FrameType) -> None:
-    """Record a read of an environment variable by code that is not torch's, and a message that the user's code logs."""
+    """Record a read of an environment variable by code that is not torch's, a message that the user's code logs, an object that is made."""
+    if frame.f_code.co_name == "__init__" and frame.f_code.co_argcount:
+        note_birth(recorder, frame)
     if frame.f_code is LOGGING:
         note_message(recorder, frame, "a message", "logged")
     if frame.f_code is not ENVIRONMENT or frame.f_locals.get("self") is not os.environ:
@@ -65,6 +67,13 @@ def on_python_call(recorder: Any, frame: types.FrameType) -> None:
         remember(recorder, Read("absent", os.environ, name, None))
     else:
         remember(recorder, Read("item", os.environ, name, os.environ.decodevalue(value)))  # type: ignore[attr-defined]
+
+
+def note_birth(recorder: Any, frame: types.FrameType) -> None:
+    made = frame.f_locals.get(frame.f_code.co_varnames[0])
+    followed = isinstance(made, torch.nn.Module) or kind(frame.f_code.co_filename) != "torch"
+    if followed and hasattr(made, "__dict__") and id(vars(made)) not in recorder.watched:
+        recorder.born[id(made)] = made
 
 
 def on_builtin_call(recorder: Any, frame: types.FrameType, called: Any) -> None:

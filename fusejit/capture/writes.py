@@ -78,7 +78,7 @@ def changes(recorder: Any) -> list[Change]:
 
 def every_change(recorder: Any) -> Iterator[Change]:
     """As `changes`, a tensor's stand-in for the tensor itself included: what `self.total += 1` leaves there."""
-    for holder, before, owner in recorder.snapshots:
+    for holder, before, owner in old_snapshots(recorder):
         if not same_items(holder, before):
             yield from held(recorder, holder, before, owner)
     yield from attributes(recorder)
@@ -107,6 +107,17 @@ def attributes(recorder: Any) -> Iterator[Change]:
                 yield Change(
                     cls, name, old, now, Effect(f"the class attribute {cls.__name__}.{name}", "deleted" if now is MISSING else "set")
                 )
+
+
+def old_snapshots(recorder: Any) -> list[tuple[Any, Any, str]]:
+    """The snapshots of what was there before the body ran."""
+    made = of_the_body(recorder)
+    return [snapshot for snapshot in recorder.snapshots if id(snapshot[0]) not in made]
+
+
+def of_the_body(recorder: Any) -> set[int]:
+    """What holds the attributes of objects that the body made, such as a slice of a `ModuleList`: by id."""
+    return {id(held) for obj in recorder.born.values() for held in (vars(obj), *vars(obj).values())}
 
 
 def held(recorder: Any, holder: Any, before: Any, owner: str) -> Iterator[Change]:
@@ -164,12 +175,14 @@ def restore(recorder: Any, stored: Sequence[Store]) -> list[Change]:
     repeated = {(id(store.change.holder), store.change.name) for store in stored}
     made, found = list(every_change(recorder)), changes(recorder)
     kept = {id(holder) for holder, _, _ in recorder.snapshots}
-    for holder, before, _ in recorder.snapshots:
+    for holder, before, _ in old_snapshots(recorder):
         if not same_items(holder, before):
             refill(holder, before)  # as a whole, in its old order
     for change in made:
         if id(change.holder) not in kept:
             change.put(change.before)
+    made_here = of_the_body(recorder)
+    recorder.reads = {key: read for key, read in recorder.reads.items() if id(read.table) not in made_here}  # each call makes its own
     return [change for change in found if (id(change.holder), change.name) not in repeated]
 
 
