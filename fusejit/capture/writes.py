@@ -21,10 +21,12 @@ from typing import Any
 import torch
 
 from . import tree
+from .names import full
 from .outputs import OUTPUT_VALUES, Constant
-from .reads import MISSING, Effect, copied, refill, same_items
+from .reads import DEPTH, MISSING, Effect, copied, refill, same_items
 
 Tensor = torch.Tensor
+PLAIN = (torch._ops.OpOverload, torch._ops.HigherOrderOperator, types.FunctionType, types.BuiltinFunctionType)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ def spelled(module: torch.fx.GraphModule) -> list[tuple]:
     place = lambda node: f"%{numbers[node]}"  # noqa: E731
     found: list[tuple] = []
     for node in module.graph.nodes:
-        target: Any = str(node.target) if node.op != "call_function" else node.target
+        target: Any = str(node.target) if node.op != "call_function" else spelled_target(node.target)
         if node.op == "get_attr" and isinstance(constant := getattr(module, target, None), Tensor):
             target = (constant.dtype, constant.shape, repr(constant.tolist()))
         elif node.op == "get_attr" and isinstance(constant, torch.fx.GraphModule):
@@ -241,3 +243,24 @@ def spelled(module: torch.fx.GraphModule) -> list[tuple]:
             target = ""
         found.append((node.op, target, repr(torch.fx.map_arg((node.args, node.kwargs), place))))
     return found
+
+
+def spelled_target(target: Any) -> Any:
+    """What a node calls: an op is itself, a branch or a loop of a graph's own is its graphs."""
+    graphs = [] if isinstance(target, PLAIN) else graphs_in(target)
+    return (type(target).__name__, repr([spelled(graph) for graph in graphs])) if graphs else target
+
+
+def graphs_in(value: Any, depth: int = DEPTH) -> list[torch.fx.GraphModule]:
+    """The graphs that an object of ours holds: in its attributes, and in what its functions close over."""
+    if isinstance(value, torch.fx.GraphModule) or not depth:
+        return [value] if isinstance(value, torch.fx.GraphModule) else []
+    if isinstance(value, types.FunctionType):
+        held: Any = [cell.cell_contents for cell in value.__closure__ or () if full(cell)]
+    elif isinstance(value, types.MethodType):
+        held = [value.__self__]
+    elif isinstance(value, (list, tuple)):
+        held = value
+    else:
+        held = vars(value).values() if type(value).__module__.startswith("fusejit.") and hasattr(value, "__dict__") else ()
+    return [graph for item in held for graph in graphs_in(item, depth - 1)]
