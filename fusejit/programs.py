@@ -137,20 +137,19 @@ def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Te
     tools.change = lambda module: found.rewrites.extend(chunk(module, limit, tools.compiler, flavour))
     graph = rewrite(graph)
     calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
-    varies = any(isinstance(tensor, SYMBOLIC) for tensor in tensors)
-    if calls and not plain and not varies and settings.jit_level == "O3":  # kernels more, compiled once each: see seams.py
+    calls = calls and not any(isinstance(tensor, SYMBOLIC) for tensor in tensors)
+    if calls and not plain and settings.jit_level == "O3":
         graph, joined = join_seams(graph, decompositions, machine(settings.target))
         found.rewrites.extend(joined)
-    built = compose(graph, tensors, tools, compiler) if calls and not varies else None
+    built = compose(graph, tensors, tools, compiler) if calls else None
     if built is None:
         graph, regions = call_regions(graph, tools)
         built = build(graph, tensors, compiler, tools.decompositions, tools.change)
         built.regions = regions
     found.inlined += tools.notes
     found.compile_ms["regions"] = tools.spent_ms
-    found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - sum(
-        found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions")
-    )
+    spent = sum(found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions"))
+    found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - spent
     return built
 
 

@@ -27,6 +27,7 @@ import torch
 
 from ..errors import Unsupported
 from .lines import frame_line, kind, user_frame
+from .names import users_class
 from .reads import MISSING, Effect, Read
 from .streams import DRAWN, is_generator
 
@@ -71,7 +72,7 @@ def on_python_call(recorder: Any, frame: types.FrameType) -> None:
 
 def note_birth(recorder: Any, frame: types.FrameType) -> None:
     made = frame.f_locals.get(frame.f_code.co_varnames[0])
-    followed = isinstance(made, torch.nn.Module) or kind(frame.f_code.co_filename) != "torch"
+    followed = isinstance(made, torch.nn.Module) or users_class(type(made))
     if followed and hasattr(made, "__dict__") and id(vars(made)) not in recorder.watched:
         recorder.born[id(made)] = made
 

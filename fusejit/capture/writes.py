@@ -185,6 +185,7 @@ def restore(recorder: Any, stored: Sequence[Store]) -> list[Change]:
             change.put(change.before)
     made_here = of_the_body(recorder)
     recorder.reads = {key: read for key, read in recorder.reads.items() if id(read.table) not in made_here}  # each call makes its own
+    recorder.born.clear()
     return [change for change in found if (id(change.holder), change.name) not in repeated]
 
 
