@@ -23,6 +23,14 @@ THREADS = 4
 SHAPES = [(rows, columns) for rows in (1, 2, 3, 5, 8) for columns in (1, 2, 3, 4, 6, 7, 9, 12, 16, 33)]
 
 
+@pytest.fixture(autouse=True)
+def _only_what_the_test_makes():
+    """Collections look at the test's own objects, and not at what a thousand tests before it have left."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def resident() -> int:
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
