@@ -45,6 +45,7 @@ from .runtime.eager import eager
 from .runtime.launch import compile_all, kernel
 from .runtime.tune import MOST, Tuned, tune
 from .runtime.workers import KernelSpec, compile_kernels
+from .stack import roomy
 from .variants import Variants
 
 
@@ -58,6 +59,7 @@ class Options:
     target: str | None = None
 
 
+@roomy
 def compile_graph(
     module: GraphModule, inputs: Sequence[Any], options: Options, *, record: Callable[[str, Any], None] | None = None
 ) -> Program | Variants:

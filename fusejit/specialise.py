@@ -36,6 +36,7 @@ from .rewrites.control import Outcome
 from .runtime.choose import choose, measurable
 from .runtime.eager import eager
 from .settings import Settings
+from .stack import roomy
 
 Tensor = torch.Tensor
 CARRIED = "a graph would repeat one call's value; keep it in a tensor, such as a buffer"
@@ -129,6 +130,7 @@ def unhooked() -> Iterator[None]:
         yield
 
 
+@roomy
 @unhooked()
 def specialise(
     fn: Callable, args: tuple, kwargs: dict, leaves: list[Any], settings: Settings, receiver: Any = None, symbols: Symbols | None = None

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "fusejit"
 
 # From the bottom up. A new file gets a place here; `folder/` stands for that folder's __init__.py.
 ORDER = [
-    *("errors", "config", "forks", "settings"),
+    *("errors", "config", "forks", "stack", "settings"),
     *("codegen/", "codegen/size", "codegen/layout", "codegen/cluster", "codegen/hinted", "codegen/sized", "codegen/formulas"),
     *("codegen/ops", "codegen/decompose"),
     "codegen/algebra",
@@ -25,7 +25,7 @@ ORDER = [
     *("codegen/epilogue", "codegen/cats", "codegen/foreach", "codegen/many"),
     *("codegen/kernel", "codegen/lanes", "codegen/tape", "codegen/ends",
       "codegen/render", "codegen/render_foreach", "codegen/plan", "codegen/program", "templates/"),
-    *("capture/", "capture/lines", "capture/names", "capture/mutable", "capture/tree", "capture/reads", "capture/streams"),
+    *("capture/", "capture/hook", "capture/lines", "capture/names", "capture/mutable", "capture/tree", "capture/reads", "capture/streams"),
     *("capture/outside", "capture/arguments"),
     *("rewrites/", "rewrites/source", "rewrites/jumps", "rewrites/liveness", "rewrites/select", "rewrites/flow", "rewrites/outline"),
     "rewrites/numbers",

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 
 from ..errors import Unsupported
+from .hook import Hook
 from .lines import frame_line, kind, user_frame
 from .names import STATE, class_table, followable, full, global_names, holder_of, torch_state, users_class
-from .outside import on_builtin_call, on_python_call, refuse_marks
+from .outside import on_builtin_call, refuse_marks, seer
 from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, tensors_within
 from .streams import Streams
 
@@ -63,7 +64,7 @@ class Recorder:
         self.sources: dict[int, Read] = {}
         self.writes: dict[tuple[int, str], str] = {}
         self.owner = threading.get_ident()
-        self.codes: set[types.CodeType] = set()
+        self.codes: dict[types.CodeType, Callable | None] = {}  # that have run, each with what sees every call of it
         self.watched: dict[int, Any] = {}
         self.streams = Streams()
         self.snapshots: list[tuple[Any, Any, str]] = []
@@ -79,7 +80,7 @@ class Recorder:
         self.window = False
         self.stores: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.patched: list[tuple[type, str, Any]] = []
-        self.profiling = False
+        self.hook = Hook(self.on_call)
         self.silent = 0
         self.ignored: set[int] = set()
         self.born: dict[int, Any] = {}  # objects that the body makes: what they hold is nothing that was there before
@@ -92,14 +93,11 @@ class Recorder:
         self.patch(torch.nn.Module)
         self.patch_apply()
         refuse_marks(self)
-        self.profiling = sys.getprofile() is None
-        if self.profiling:
-            sys.setprofile(self.on_call)
+        self.hook.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.profiling:
-            sys.setprofile(None)
+        self.hook.__exit__()
         for cls, name, original in reversed(self.patched):
             if original is MISSING:
                 type.__delattr__(cls, name)
@@ -171,15 +169,14 @@ class Recorder:
         """Profile hook: look at the globals of each user function as it starts; refuse calls that a graph cannot repeat."""
         if event == "call":
             code = frame.f_code
-            on_python_call(self, frame)
-            if code is APPLY.__code__:  # through a name that was bound to it before the capture
-                refuse_backward(frame.f_locals["cls"], (*frame.f_locals["args"], *frame.f_locals["kwargs"].values()))
-            if code in self.codes:
-                return
-            self.codes.add(code)
-            if kind(code.co_filename) != "torch":
-                names = frame.f_locals if code.co_freevars else {}
-                self.scan(code, frame.f_globals, {name: names[name] for name in code.co_freevars if name in names})
+            if code not in self.codes:
+                self.codes[code] = see_apply if code is APPLY.__code__ else seer(code)
+                if kind(code.co_filename) != "torch":
+                    names = frame.f_locals if code.co_freevars else {}
+                    self.scan(code, frame.f_globals, {name: names[name] for name in code.co_freevars if name in names})
+            see = self.codes[code]
+            if see is not None:
+                see(self, frame)
         elif event == "c_call" and type(arg) is types.BuiltinFunctionType and not self.silent:
             on_builtin_call(self, frame, arg)
             if type(arg.__self__) is not types.ModuleType or arg not in REFUSED_CALLS:
@@ -384,10 +381,6 @@ class Recorder:
                 self.add("attribute", function, name, getattr(function, name))
         for name, value in list(vars(function).items()):
             self.add("item", vars(function), name, value)
-        if not self.profiling and kind(function.__code__.co_filename) != "torch" and function.__code__ not in self.codes:
-            self.codes.add(function.__code__)
-            cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-            self.scan(function.__code__, function.__globals__, {name: cell.cell_contents for name, cell in cells if full(cell)})
 
     def watch_class(self, cls: type) -> None:
         """Compare all that a class of the user's holds: Python lets no one see which of it is read."""
@@ -490,6 +483,11 @@ def refuse_backward(cls: type, given: tuple) -> None:
     if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
         name = f"{cls.__name__} (a torch.autograd.Function)"
         raise Unsupported(name, "its own backward cannot be captured; keep it outside the jitted function", here(), False)
+
+
+def see_apply(recorder: Recorder, frame: types.FrameType) -> None:
+    """A call of `apply` through a name that was bound to it before the capture."""
+    refuse_backward(frame.f_locals["cls"], (*frame.f_locals["args"], *frame.f_locals["kwargs"].values()))
 
 
 def here() -> str:

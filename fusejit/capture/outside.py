@@ -2,7 +2,7 @@
 
 In: a call that the profile hook of a capture sees. Out: reads of the recorder, which become guards, or a refusal.
 
-    >>> on_python_call(recorder, frame)    # of os.environ["SCALE"]
+    >>> seer(os.environ.__getitem__.__code__)(recorder, frame)    # of os.environ["SCALE"]
     >>> recorder.reads
     {...: Read('item', os.environ, 'SCALE', '2')}
 
@@ -18,7 +18,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import date, datetime
 from typing import Any
@@ -31,8 +31,6 @@ from .names import users_class
 from .reads import MISSING, Effect, Read
 from .streams import DRAWN, is_generator
 
-ENVIRONMENT = type(os.environ).__getitem__.__code__
-LOGGING = logging.Logger._log.__code__
 AROUND = frozenset({os.getenv.__code__, Mapping.get.__code__, Mapping.__contains__.__code__})
 """Between a user's call and the one that reads the environment."""
 CLOCKS = frozenset({
@@ -49,13 +47,14 @@ ONCE = "it would take effect at capture only; call it outside"
 INFERENCE = "the capture itself runs outside inference mode, and would see that"
 
 
-def on_python_call(recorder: Any, frame: types.FrameType) -> None:
-    """Record a read of an environment variable by code that is not torch's, a message that the user's code logs, an object that is made."""
-    if frame.f_code.co_name == "__init__" and frame.f_code.co_argcount:
-        note_birth(recorder, frame)
-    if frame.f_code is LOGGING:
-        note_message(recorder, frame, "a message", "logged")
-    if frame.f_code is not ENVIRONMENT or frame.f_locals.get("self") is not os.environ:
+def seer(code: types.CodeType) -> Callable[[Any, types.FrameType], None] | None:
+    """What has to see every call of a code; None: a capture looks at it once."""
+    return note_birth if code.co_name == "__init__" and code.co_argcount else SEERS.get(code)
+
+
+def note_environment(recorder: Any, frame: types.FrameType) -> None:
+    """Record a read of an environment variable by code that is not torch's."""
+    if frame.f_locals.get("self") is not os.environ:
         return
     caller = frame.f_back
     while caller is not None and caller.f_code in AROUND:
@@ -115,7 +114,7 @@ def refuse_marks(recorder: Any) -> None:
 def note_message(recorder: Any, frame: types.FrameType, what: str, done: str) -> None:
     """Record that the user's code says something, which later calls do not."""
     found: types.FrameType | None = frame
-    while found is not None and found.f_code.co_filename == LOGGING.co_filename:
+    while found is not None and found.f_code.co_filename == logging.__file__:
         found = found.f_back
     if found is not None and kind(found.f_code.co_filename) == "user":
         line = frame_line(found)
@@ -129,3 +128,9 @@ def remember(recorder: Any, read: Read) -> None:
     recorder.watched.setdefault(id(owner), owner)
     if owner is os.environ:
         recorder.scopes.add(id(owner))  # every block's
+
+
+SEERS: dict[types.CodeType, Callable[[Any, types.FrameType], None]] = {
+    type(os.environ).__getitem__.__code__: note_environment,
+    logging.Logger._log.__code__: functools.partial(note_message, what="a message", done="logged"),
+}

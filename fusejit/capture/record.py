@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .hook import unobserved
+
 Tensor = torch.Tensor
 ATEN = torch.ops.aten
 LITERALS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
@@ -73,7 +75,9 @@ def recording(mode: Any, symbolic: bool) -> Callable[[Any, tuple, dict[str, Any]
             return general(func, (), args, kwargs)
         node = graph.create_node("call_function", func, given, named, name)
         node.meta["stack_trace"] = fx_traceback.current_meta.get("stack_trace", "")
-        made, proxy = func(*args, **kwargs), torch.fx.Proxy(node, tracer)
+        with unobserved():
+            made = func(*args, **kwargs)
+        proxy = torch.fx.Proxy(node, tracer)
         if type(made) is not FakeTensor:
             return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
         tracker[made] = _ProxyTensor(proxy, None)

@@ -14,11 +14,10 @@ made them; regions hold regions; what is called too seldom to be worth a boundar
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +29,7 @@ from .arguments import PLAIN_TYPES
 from .cut import Region, Spec, cut, spec_of
 from .effects import HOOKS, Recorder
 from .guards import state_key, value_key
+from .hook import unobserved
 from .lines import frame_entry, user_frame
 from .ordered import OPS as ORDERED
 from .outputs import OUTPUT_VALUES
@@ -421,17 +421,6 @@ def refuse_changes(own: Iterable[torch.fx.Node]) -> None:
         roots[node] = node if first is None else roots.get(first, first)
         if schema.is_mutable and (first is None or roots[node] not in roots):
             raise Refused("it changes a parameter, a buffer or an argument in place")
-
-
-@contextlib.contextmanager
-def unobserved() -> Iterator[None]:
-    """Without the recorder's profile hook, which sees every call of Python: no code of the user's runs here."""
-    hook = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(hook)
 
 
 def stand_in(spec: Spec) -> Tensor:

@@ -50,7 +50,7 @@ class Window:
         self.copies = [(holder, holder.copy(), owner) for holder, _, owner in recorder.snapshots]
         self.contents = [(cell, contents(cell)) for cell, _ in recorder.cells]
         self.globals = [(scope, name, scope.get(name, MISSING)) for scope, name, _ in recorder.stores.values()]
-        recorder.reads, recorder.codes, recorder.watched, recorder.window = self.reads, set(), {}, True
+        recorder.reads, recorder.codes, recorder.watched, recorder.window = self.reads, {}, {}, True
         return self
 
     def __exit__(self, *error: object) -> None:

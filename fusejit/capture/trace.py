@@ -35,6 +35,7 @@ from . import tree
 from .arguments import check_arguments, refuse_tensor
 from .arrange import order_graph
 from .effects import Recorder
+from .hook import unobserved
 from .identity import check_identities
 from .indexing import GET, SET, Picked
 from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame
@@ -228,7 +229,7 @@ class Tracing(TorchFunctionMode):
             return found if done else func(*args)
         args, named = self.replace(args), self.replace(kwargs or {})
         if type(func) in BINDINGS and func is not torch._C._set_grad_enabled:
-            with torch._C.DisableTorchFunction():  # straight to the dispatcher: torch's own modes have nothing to see in it
+            with unobserved(), torch._C.DisableTorchFunction():  # straight to the dispatcher: torch's own modes have nothing to see in it
                 return func(*args, **named)
         return func(*args, **named)
 
