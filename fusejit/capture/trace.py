@@ -65,6 +65,8 @@ HIGHER: dict[Any, Callable] = {}
 """Functions of functions that are traced in place instead; filled by by_hand.py."""
 BINDINGS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 """Functions of torch written in C, which call no other."""
+GETTERS = (*BINDINGS, types.MethodWrapperType)
+"""The same, and what reads an attribute of a tensor: below them runs no code of the user's."""
 
 
 @dataclass(slots=True)
@@ -183,7 +185,11 @@ class Tracing(TorchFunctionMode):
         follow_levels(mode, record)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = self.call(func, args, kwargs, sys._getframe(1))
+        if type(func) in GETTERS:
+            with unobserved():
+                made = self.call(func, args, kwargs, sys._getframe(1))
+        else:
+            made = self.call(func, args, kwargs, sys._getframe(1))
         if self.changed and self.echo is not None:
             self.echo(self.changed)
             self.changed.clear()
@@ -229,7 +235,7 @@ class Tracing(TorchFunctionMode):
             return found if done else func(*args)
         args, named = self.replace(args), self.replace(kwargs or {})
         if type(func) in BINDINGS and func is not torch._C._set_grad_enabled:
-            with unobserved(), torch._C.DisableTorchFunction():  # straight to the dispatcher: torch's own modes have nothing to see in it
+            with torch._C.DisableTorchFunction():  # straight to the dispatcher: torch's own modes have nothing to see in it
                 return func(*args, **named)
         return func(*args, **named)
 
