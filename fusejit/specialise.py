@@ -24,9 +24,10 @@ from .capture.constants import constants
 from .capture.guards import Guards, memory_pattern
 from .capture.lines import refusal_lines
 from .capture.reads import Effect
+from .capture.refused import DATA_DEPENDENT, explain_error
 from .capture.regions import Regions
 from .capture.symbols import Symbols
-from .capture.trace import DATA_DEPENDENT, LOCK, Captured, capture, explain_error
+from .capture.trace import LOCK, Captured, capture
 from .capture.writes import differs, left
 from .codegen.algebra import algebra
 from .errors import CaptureError, CompileError, FusejitError, Unsupported

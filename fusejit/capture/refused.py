@@ -1,6 +1,6 @@
-"""Functions of torch that a graph cannot repeat.
+"""Functions of torch that a graph cannot repeat, and what torch itself refuses while capturing.
 
-In: a function of torch. Out: what the user calls it, and why it is refused.
+In: a function of torch, or an error. Out: what the user calls the function, and why it is refused; the error in words of the user's code.
 
     >>> REFUSED[torch.Tensor.item]
     ('.item()', 'reads the values of a tensor, which are not known while capturing')
@@ -11,6 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from ..errors import CaptureError, Unsupported
+from .lines import error_line, raised_by_user
+from .outside import MARK
 
 WAY_OUT = "keep it outside the jitted function, or compute it with tensor ops"
 T: Any = torch.Tensor
@@ -44,3 +48,22 @@ UNKEYED = {".storage_offset()": T.storage_offset, "._is_view()": T._is_view, ".i
            ".is_inference()": T.is_inference, ".is_leaf": T.is_leaf.__get__, "._version": T._version.__get__}  # fmt: skip
 REFUSED |= {read: (name, "may differ between two tensors that run the same program") for name, read in UNKEYED.items()}
 DATA = T.data.__get__
+DATA_DEPENDENT = frozenset({"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"})
+DATA_DEPENDENT_WAY_OUT = "use torch.where (or masks) instead of `if`, `.item()`, boolean indexing or nonzero, or move it outside"
+
+
+def explain_error(error: BaseException) -> BaseException:
+    """Turn torch's own refusals into `Unsupported`; leave the user's exceptions as they are."""
+    if isinstance(error, AttributeError) and type(error.obj).__name__ == "FakeTensor":  # of the user's tensor, or of none
+        return Unsupported(f"the attribute {error.name} of a tensor", MARK, error_line(error), in_python=False)
+    if isinstance(error, (Unsupported, CaptureError)) or not isinstance(error, Exception) or raised_by_user(error):
+        return error
+    name = type(error).__name__
+    if name == "UncapturedHigherOrderOpError":
+        way_out = 'call fusejit.cond or fusejit.while_loop, or leave capture_mode at "ast"'
+        return Unsupported(
+            "torch.cond or torch.while_loop in a plain trace", f"torch reads it by its bytecode; {way_out}", error_line(error)
+        )
+    if name in DATA_DEPENDENT or "data-dependent" in str(error).lower():
+        return Unsupported("control flow or a shape that depends on the values of a tensor", DATA_DEPENDENT_WAY_OUT, error_line(error))
+    return Unsupported(f"torch ({name})", str(error).strip().split("\n")[0], error_line(error))

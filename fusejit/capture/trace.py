@@ -38,15 +38,14 @@ from .effects import Recorder
 from .hook import unobserved
 from .identity import check_identities
 from .indexing import GET, SET, Picked
-from .lines import error_line, frame_entry, frame_line, raised_by_user, shorten, user_frame
+from .lines import frame_entry, frame_line, shorten, user_frame
 from .lookalike import lookalike, refuse_type
 from .ordered import ASSERTS, as_check
 from .ordered import OPS as ORDERED
 from .outputs import Constant, check_unchanged, sort_outputs
-from .outside import MARK
 from .reads import Effect
 from .record import recording
-from .refused import DATA, REFUSED, WAY_OUT, T
+from .refused import DATA, DATA_DEPENDENT, REFUSED, WAY_OUT, T, explain_error
 from .streams import DRAWN
 from .symbols import Symbols
 from .transforms import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
@@ -473,27 +472,3 @@ def capture_state() -> Iterator[None]:
         torch._C._set_grad_enabled(grad)
         if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-
-
-# Errors.
-
-
-def explain_error(error: BaseException) -> BaseException:
-    """Turn torch's own refusals into `Unsupported`; leave the user's exceptions as they are."""
-    if isinstance(error, AttributeError) and type(error.obj).__name__ == "FakeTensor":  # of the user's tensor, or of none
-        return Unsupported(f"the attribute {error.name} of a tensor", MARK, error_line(error), in_python=False)
-    if isinstance(error, (Unsupported, CaptureError)) or not isinstance(error, Exception) or raised_by_user(error):
-        return error
-    name = type(error).__name__
-    if name == "UncapturedHigherOrderOpError":
-        way_out = 'call fusejit.cond or fusejit.while_loop, or leave capture_mode at "ast"'
-        return Unsupported(
-            "torch.cond or torch.while_loop in a plain trace", f"torch reads it by its bytecode; {way_out}", error_line(error)
-        )
-    if name in DATA_DEPENDENT or "data-dependent" in str(error).lower():
-        return Unsupported("control flow or a shape that depends on the values of a tensor", DATA_DEPENDENT_WAY_OUT, error_line(error))
-    return Unsupported(f"torch ({name})", str(error).strip().split("\n")[0], error_line(error))
-
-
-DATA_DEPENDENT = frozenset({"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"})
-DATA_DEPENDENT_WAY_OUT = "use torch.where (or masks) instead of `if`, `.item()`, boolean indexing or nonzero, or move it outside"
