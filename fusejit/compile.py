@@ -40,6 +40,7 @@ from .codegen.size import Scope
 from .codegen.size import scope as size_scope
 from .codegen.sized import Bound, bound, hints, sized
 from .codegen.split import split
+from .codegen.sums import sums
 from .errors import CompileError
 from .runtime.eager import eager
 from .runtime.launch import compile_all, kernel
@@ -110,6 +111,7 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     gpu = options.target is not None or any(isinstance(v, torch.Tensor) and v.is_cuda for v in inputs)
     module, lifted = clock("bias", lift_bias(module, options.numerics, gpu and options.jit_level != "O1"))
     graph = clock("simplify", simplify(module))
+    summed = clock("sums", sums(graph, options.numerics, device.arch))
     note("simplified", graph)
     lowered = clock("lower", lower(graph, inputs, RULES))
     note("clusters", lowered)
@@ -130,7 +132,7 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     retargeted = torch.device("cuda") if options.target else None
     rendered = tuple(k for k in kernels if k is not None)
     program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, retargeted, rendered, clock.spent, tuned)
-    program.rewrites = lifted + rewritten
+    program.rewrites = lifted + summed + rewritten
     if known:
         program.sizes, program.atoms, program.hints = known, size_scope().atoms, size_scope().hints
     note("source", program.source)

@@ -69,7 +69,8 @@ class Report:
         control: what each `if`, loop and condition on a tensor became, and why.
         regions: blocks that were captured and compiled once, each with its number of calls (see `fusejit.lazy_inline`).
         inlined: blocks that were captured in place though marked or repeated: (class, reason).
-        rewrites: what is computed another way than written (products in parts of their rows), or would be and cannot, and why.
+        rewrites: what is computed another way than written (products in parts of their rows), or would be and cannot, and why; and in which
+            dtype half types are added up where data gives the place.
         dynamic: which sizes of the arguments may vary and why, and which may not.
         unbound: why calls, from the third on, are still checked by the general key and guards (see runtime/bind.py).
         graphs: where a call is cut into several graphs, the report of each, in the order in which they run; empty otherwise.

@@ -30,7 +30,7 @@ LONGEST = 32768  # columns that one pass has to be enough for
 KEPT_BYTES = 131072  # of a row's operands, half the registers of a multiprocessor: beyond it a second pass reads them out of L2
 FULL = 0.95  # of the multiprocessors: programs come in powers of two, 128 are as near to 132 as they get
 SLACK = 0.3  # of a read: the ends of a peeled row, an element a thread
-_WIDTH = re.compile(r"\.(?:v(\d))?\.?[bsuf](\d+)$")
+_WIDTH = re.compile(r"\.(?:v(\d))?\.?(?:[bsuf]|bf)(\d+)(x2)?$")
 
 
 @dataclass(slots=True)
@@ -83,8 +83,8 @@ def accesses(ptx: str) -> tuple[dict[int, Access], dict[int, Access]]:
 
 
 def _width(op: str) -> int:
-    vector, bits = _WIDTH.search(op).groups()  # type: ignore[union-attr]
-    return int(vector or 1) * int(bits) // 8
+    vector, bits, pair = _WIDTH.search(op).groups()  # type: ignore[union-attr]
+    return int(vector or 1) * int(bits) // 8 * (2 if pair else 1)
 
 
 # -- one case --------------------------------------------------------------------------------------------------------------------------
@@ -114,9 +114,10 @@ def in_parts(case: Case, read: int) -> int:
 
 
 def sums(case: Case) -> int:
-    """A table's sums are begun (written) and added to (read); in half types they are wide, so written and read once more to be rounded."""
+    """A table's sums are begun (written) and added to (read); an embedding's are wide, so written and read once more to be rounded."""
     adds = case.name == "scatter_add" or case.pass_ != "forward"
-    return adds * (4 if _half(case) else 2) * WIDE_SUM * (_elements(case) // 8)
+    wide = _half(case) and case.name == "embedding_norm"
+    return adds * (4 * WIDE_SUM if wide else 2 * case.dtype.itemsize) * (_elements(case) // 8)
 
 
 def column_sums(case: Case) -> int:
@@ -136,7 +137,7 @@ def _few(case: Case) -> bool:
 EXTRA: tuple[tuple[str, Callable[[Case], bool], Callable[[Case, int], float]], ...] = (
     ("logits, a part of them at a time, are no part of the least", lambda c: c.name == "linear_cross_entropy", in_parts),
     ("gradients are read for their norm, then to scale them", lambda c: c.name == "clip_grad_norm", lambda c, read: read),
-    ("sums are begun, added to, and rounded from float32 to half types", lambda c: c.name in SUMMED, lambda c, _: sums(c)),
+    ("sums are begun and added to; those of an embedding are rounded from float32", lambda c: c.name in SUMMED, lambda c, _: sums(c)),
     ("the largest of all values is known after a first read", lambda c: c.name == "quant_per_tensor", lambda c, read: read),
     ("few rows of logits are read once a pass", lambda c: c.name in ("cross_entropy", "weighted_cross_entropy"), lambda c, _: 0),
     (
@@ -160,17 +161,6 @@ def _row(case: Case) -> int:
 
 def _half(case: Case) -> bool:
     return case.dtype.itemsize == 2
-
-
-# Launches beyond torch.compile's; a row says what they are for.
-MORE: tuple[tuple[str, Callable[[Case], bool], int], ...] = (
-    ("sums in float32 are rounded at the end; torch.compile rounds after each addition", lambda c: c.name == "scatter_add" and _half(c), 1),
-)
-
-
-def more_launches(case: Case) -> int:
-    """How many launches more than torch.compile's a case may have."""
-    return sum(count for _, applies, count in MORE if applies(case))
 
 
 def _norm(case: Case) -> bool:
@@ -301,4 +291,4 @@ def _partial_masks(k: Kernel, fast: int, each: int) -> bool:
     return product(k.cluster.axes[a] for a in group) % each != 0
 
 
-__all__ = ["Access", "EXTRA", "MORE", "accesses", "more_launches", "of_case", "passes", "violations"]
+__all__ = ["Access", "EXTRA", "accesses", "of_case", "passes", "violations"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .cluster import Cluster, Load, Store
+from .cluster import Cluster, Load, Store, leaves
 from .cost import Device, Schedule
 from .scans import scans
 from .size import product
@@ -33,13 +33,18 @@ def fast_axis(strides: Any, axes: tuple[int, ...]) -> int | None:
 
 
 def _operands(cluster: Cluster) -> Iterator[Load | Store]:
-    """What has an element for each of the whole space, at no computed place."""
+    """What has an element for each of the whole space: what is read at no computed place, and what is written at any."""
     axes = cluster.axes
-    found: list[Load | Store] = [*(n for n in cluster.order if isinstance(n, Load)), *cluster.stores]
+    found: list[Load | Store] = [*(n for n in cluster.order if isinstance(n, Load) and not n.index), *cluster.stores]
     for operand in found:
-        strides = operand.layout.strides
-        if strides is not None and not operand.index and all(s != 0 for n, s in zip(axes, strides, strict=True) if n > 1):
+        if operand.layout.strides is not None and all(along for n, along in zip(axes, spanned(operand), strict=True) if n > 1):
             yield operand
+
+
+def spanned(operand: Load | Store) -> list[bool]:
+    """Return along which axes an operand, or the place that data gives it, runs."""
+    found = [operand.layout, *(leaf.layout for leaf in leaves(e for e, _ in operand.index))]
+    return [any(layout.dims[axis][0].stride != 0 or len(layout.dims[axis]) > 1 for layout in found) for axis in range(len(found[0].dims))]
 
 
 def second_axis(cluster: Cluster) -> int | None:

@@ -5,8 +5,8 @@ In: a node like scatter_add, index_put or index_copy. Out: its value, in a buffe
     index_add(x (4,6), 0, i (9,), y (9,6))   ->   store b1 = x,   then   atomic_add b2, the memory of b1, at  6 * checked(load i) + column
     cache.index_copy_(1, i, y)               ->   store b1, the memory of cache, at ...: an input that only this op reads is changed at once
 
-Half types are added up in float32 and rounded once: more accurate than eager's index_add, which rounds after each addition, and as its
-embedding and index_put. 8- and 16-bit integers are added up in 32 bits and wrap.
+Half types are added up in float32 and rounded once, as in eager's embedding and index_put; or, as in its index_add and scatter_add, each
+addition is rounded: sums.py chooses. 8- and 16-bit integers are added up in 32 bits and wrap.
 
 Additions of floats come in any order, so that equal calls may differ in the last bits; of several elements put in one place, as in eager,
 any may be the one that stays. Under torch.use_deterministic_algorithms(True) both are torch's calls, as `refused` says; integer sums stay.
@@ -50,7 +50,7 @@ def scattered(
     out = node.meta["val"]
     if not product(shape):
         return start
-    inner = SUMS.get(out.dtype, out.dtype) if mode else out.dtype
+    inner = summed(node) if mode else out.dtype
     onto = _begun(low, node, start, inner)
     made = replace(low.buffers[onto], name=f"b{len(low.buffers)}", written_to=low.buffers[onto].written_to or onto)
     low.buffers[made.name] = made
@@ -74,7 +74,7 @@ def _begun(low: Lowering, node: Node, start: Expr, dtype: torch.dtype) -> str:
     if dtype is out.dtype and _changes_input(low, node):
         return target.name
     again = isinstance(start, Load) and start is low.values.get(target) and len(target.users) == 1 and target.op == "call_function"
-    if again and short(target.target) in SCATTERS and low.buffers[start.buffer].written_to:
+    if again and short(target.target) in SCATTERS and low.buffers[start.buffer].written_to and start.dtype is dtype:
         return start.buffer
     begun = low.buffer(out.shape, out.stride(), dtype, out.device)
     low.reasons[begun.name] = "the elements that data gives no new value"
@@ -134,7 +134,7 @@ def _index_add(low: Lowering, node: Node) -> Expr:
     (place,) = view([low.expr(index, (shape[dim],))], Affine(shape, ((0, ((dim, 1),)),)))
     value = low.values[source]
     if alpha != 1:
-        inner = SUMS.get(dtype, dtype)
+        inner = SUMS.get(dtype, dtype)  # eager rounds the product, and then the sum
         value = compute("mul", cast(value, inner), const(alpha, inner), dtype=inner)
     return scattered(low, node, low.values[target], {dim: place}, {d: d for d in range(len(shape)) if d != dim}, value, shape)
 
@@ -161,6 +161,12 @@ def _embedding_backward(low: Lowering, node: Node) -> Expr:
 
 
 # -- which calls ---------------------------------------------------------------------------------------------------------------------------
+def summed(node: Node) -> torch.dtype:
+    """Return the dtype that a node's results are added up in."""
+    dtype = node.meta["val"].dtype
+    return node.meta.get("sums", SUMS.get(dtype, dtype))
+
+
 def _adds(node: Node) -> bool:
     if short(node.target).startswith(("index_put", "_unsafe_index_put")):
         return bool(node.kwargs.get("accumulate") or (len(node.args) > 3 and node.args[3]))
@@ -198,7 +204,7 @@ def refused(node: Node) -> str:
         return f"no GPU adds {str(out.dtype).removeprefix('torch.')} to memory"
     if out.dtype.is_floating_point and deterministic:
         return "torch.use_deterministic_algorithms is on, and a kernel adds in any order"
-    if out.dtype in SUMS and hint(product(out.shape)) > FEW * hint(product(_updates(node).shape)):
+    if summed(node) is not out.dtype and hint(product(out.shape)) > FEW * hint(product(_updates(node).shape)):
         size = "x".join(str(hint(n)) for n in out.shape)
         return f"{size} sums in {str(SUMS[out.dtype]).removeprefix('torch.')} move more than what is added"
     return ""
@@ -215,4 +221,4 @@ SCATTERS: dict[str, Rule] = {
 }  # fmt: skip
 SCATTER_CHECKS: dict[str, Callable[[Node], bool]] = {name: lambda node: not refused(node) for name in SCATTERS}
 
-__all__ = ["SCATTERS", "SCATTER_CHECKS", "refused"]
+__all__ = ["SCATTERS", "SCATTER_CHECKS", "SUMS", "refused"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from .cluster import Cluster, Iota, Load, Random, Scan, Segment
 from .cost import Device, Schedule, choose, full, machine, row_operands
-from .crossing import MAX_ROW, at_least, crossing, fast_axis, power_of_two, second_axis, tiles_2d
+from .crossing import MAX_ROW, at_least, crossing, fast_axis, power_of_two, second_axis, spanned, tiles_2d
 from .hinted import hinted
 from .keep import kept_values, used_again
 from .layout import permute
@@ -23,6 +23,7 @@ from .realize import footprint
 from .scans import scans
 from .size import AnySize, hint, most, product
 
+ADDING = 16  # bytes that additions in memory weigh: neighbours of one thread are one of them, half types alone a loop each
 STAGED = 65536  # bytes of shared memory for the stages of a loop
 LONG_LOOP = 1024  # what a loop whose length varies is tiled for, at least
 MANY_ROWS = 4096  # what rows that are shared by programs are tiled for, where their number varies and the device was not full
@@ -125,11 +126,11 @@ def _traffic(cluster: Cluster, axis: int) -> tuple[float, ...]:
 
 
 def _accesses(cluster: Cluster) -> list[tuple[Any, int, int]]:
-    """Return (strides, bytes, weight) of each load and store; the largest store decides ties."""
+    """Return (strides, bytes, weight) of each load and store; the largest store decides ties, and what is added to decides."""
     found = [(n.layout.strides, footprint(n) * n.dtype.itemsize, 2) for n in cluster.order if isinstance(n, Load)]
     for s in cluster.stores:
-        size = product(n for n, stride in zip(cluster.axes, s.layout.strides or (), strict=False) if stride != 0)
-        found.append((s.layout.strides, size * s.dtype.itemsize, 3))
+        size = product(n for n, along in zip(cluster.axes, spanned(s), strict=True) if along)
+        found.append((s.layout.strides, size * s.dtype.itemsize, ADDING if s.mode == "atomic_add" else 3))
     return found
 
 

@@ -157,10 +157,10 @@ def again(x):
 
 
 # -- results that several elements add to ------------------------------------------------------------------------------------------------
-@jit
+@twin
 def atomic_add(place, x, mask):
     """Add `x` to what is in memory; in any order, and before the kernel ends."""
-    tl.atomic_add(place, x + tl.zeros(place.shape, x.dtype), mask, sem="relaxed")  # the interpreter reads past a value that is broadcast
+    tl.atomic_add(place, x, mask, sem="relaxed")
 
 
 @jit
