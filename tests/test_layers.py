@@ -24,7 +24,7 @@ ORDER = [
     *("codegen/schedule", "codegen/online", "codegen/split", "codegen/align"),
     *("codegen/pressure", "codegen/mix", "codegen/nest", "codegen/segments", "codegen/whole", "codegen/fuse"),
     *("codegen/epilogue", "codegen/cats", "codegen/foreach", "codegen/many"),
-    *("codegen/kernel", "codegen/lanes", "codegen/tape", "codegen/ends",
+    *("codegen/kernel", "codegen/lanes", "codegen/tape", "codegen/ends", "codegen/stages",
       "codegen/render", "codegen/render_foreach", "codegen/plan", "codegen/program", "templates/"),
     *("capture/", "capture/hook", "capture/lines", "capture/names", "capture/mutable", "capture/tree", "capture/reads", "capture/streams"),
     *("capture/outside", "capture/arguments"),

@@ -89,7 +89,7 @@ def looped(monkeypatch):
 
     def tiles(cluster, device):
         found = peel(cluster)
-        return [Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", 128)), 4, 1, peel=found.group if found else 0)]
+        return [Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", 128)), 4, 2, peel=found.group if found else 0)]
 
     every = schedule.Template("reduction_looped", lambda cluster: bool(cluster.reduce), tiles)
     kept = [t for t in schedule.TEMPLATES if t.name not in ("reduction_persistent", "reduction_looped")]

@@ -165,7 +165,7 @@ def test_any_schedule_is_correct(seed, monkeypatch):
             return ordered, Schedule(rng.choice(("pointwise", "pointwise_row")[: 1 + lines]), (("XBLOCK", rng.choice((4, 64))),), 1)
         rows = power_of_two(product(ordered.reduce))
         name, block = rng.choice((("reduction_looped", 2), ("reduction_looped", 8), ("reduction_persistent", rows)))
-        return ordered, Schedule(name, (("XBLOCK", rng.choice((1, 4))), ("RBLOCK", block)), 1)
+        return ordered, Schedule(name, (("XBLOCK", rng.choice((1, 4))), ("RBLOCK", block)), 1, 2 if name == "reduction_looped" else 1)
 
     monkeypatch.setattr("fusejit.compile.schedule", tiny)
     check(seed + 1000)

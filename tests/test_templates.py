@@ -343,12 +343,12 @@ def test_softmax_of_few_rows_for_h100(rows):
 # -- looped: rows that registers do not hold --------------------------------------------------------------------------------------------
 @pytest.fixture
 def looped(monkeypatch):
-    """Every row reduction is looped over, in tiles of 256 columns, and none is split."""
+    """Every row reduction is looped over, in tiles of 256 columns whose loads are ahead, and none is split."""
     from fusejit.codegen import schedule, split
     from fusejit.codegen.cost import Schedule
 
     def tiles(cluster, device):
-        return [Schedule("reduction_looped", (("XBLOCK", 2), ("RBLOCK", 256)), 4)]
+        return [Schedule("reduction_looped", (("XBLOCK", 2), ("RBLOCK", 256)), 4, num_stages=2)]
 
     rows = [t for t in schedule.TEMPLATES if t.name not in ("reduction_persistent", "reduction_looped")]
     every = schedule.Template("reduction_looped", lambda cluster: bool(cluster.reduce), tiles)
@@ -470,5 +470,6 @@ def test_odd_rows_for_h100(columns):
     """Rows that begin at odd addresses are read in groups of 16 bytes (test_peel.py), pointwise kernels run over all rows as over one."""
     (k,) = for_h100(FEW_ROWS["softmax"][0], meta(1024, columns))
     assert k.n_spills == 0 and k.wide_loads and k.wide_stores
+    assert k.source.count("here = start") == (k.num_stages > 1)  # places that are stored to are not handed on from the loads
     (flat,) = for_h100(lambda x: x * 2, meta(1024, columns))
     assert flat.wide_loads and flat.wide_stores  # a pointwise kernel is one axis, odd rows or not

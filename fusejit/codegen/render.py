@@ -31,6 +31,7 @@ from .peel import is_flat, peel, tile_columns
 from .schedule import Schedule, power_of_two, second_axis
 from .segments import numbered
 from .size import AnySize, divide, hint, product, scope, scope_names
+from .stages import again, ahead, policies
 from .tape import Tape
 
 INDEX_OPS = {"index_div", "index_mod"}
@@ -434,19 +435,21 @@ class Writer:
         tape = Tape(self)
         result: list[dict[str, list[str]]] = []
         rows = [n for n in self.cluster.order if not self.full[n] and not isinstance(n, Reduce)]
-        policies = self.policies(top)
+        kinds = policies(self, top)
         for level in range(top + 1):
             made = [n for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1]
-            stores = [s for s in self.cluster.stores if self._stored_at(s, top) == level]
+            stores = [s for s in self.cluster.stores if self.stored_at(s, top) == level]
             head = [line for n in rows if self.levels[n] == level for line in tape.statement(n)]
             wide = [s for s in stores if self.runs(s) or self.full.get(s.value, False)]
             narrow = [line for s in stores if s not in wide for line in tape.store(s)]
             inner = Tape(self, tape)
             inner.begins["r"] = self.backwards
-            inner.policies = {} if sums or self.kept else policies[level]  # a walk reads its one row again out of L1
+            inner.policies = {} if sums or self.kept else kinds[level]  # a walk reads its one row again out of L1
             inner.again = level > 0
             roots = [a for n in made for a in self.inputs(n)] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
-            body = [line for n in self.inside(roots) for line in inner.statement(n)]
+            inside = self.inside(roots)
+            early = ahead(inner, inside)
+            body = [line for n in inside for line in inner.statement(n)]
             start: list[str] = list(inner.carries)
             finish: list[str] = []
             steps: list[str] = []
@@ -458,6 +461,7 @@ class Writer:
                 finish += end
             body += steps
             body += [line for s in wide for line in (inner.column(s, sums[s.buffer]) if sums and s.buffer in sums else inner.store(s))]
+            body = [*early, *(again(self, body) if early else ()), *body]
             if ends and wide:
                 ends.names.update((n, name) for n, name in tape.names.items() if not self.full[n])
                 outer = self.inside([r for s in wide for r in (s.value, *(e for e, _ in s.index))])
@@ -474,22 +478,7 @@ class Writer:
         """Return what a loop reads to reduce: a shifted sum needs the values that are shifted, not the shift."""
         return self.online[node].reads if node in self.online else node.args
 
-    def policies(self, top: int) -> list[dict[Expr, str]]:
-        """Return, for each pass, how L2 should treat what it loads: kept for the next pass, or let go of after the last one."""
-        used: list[set[Load]] = []
-        for level in range(top + 1):
-            made = [a for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1 for a in self.inputs(n)]
-            stored = [s.value for s in self.cluster.stores if self._stored_at(s, top) == level]
-            used.append({n for n in self.inside([*made, *stored]) if isinstance(n, Load) and not n.index})
-        result: list[dict[Expr, str]] = []
-        for level, loads in enumerate(used):
-            later = set().union(*used[level + 1 :])
-            before = set().union(*used[:level])
-            shared = {n for n in loads if self.cluster.parallel and not any((n.layout.strides or ())[: self.split])}
-            result.append({n: "evict_last" if n in later | shared else "evict_first" for n in loads & (later | shared | before)})
-        return result
-
-    def _stored_at(self, store: Store, top: int) -> int:
+    def stored_at(self, store: Store, top: int) -> int:
         # what is overwritten in place must have been read by every pass before
         return top if self.buffers[store.buffer].written_to else self.levels[store.value]
 

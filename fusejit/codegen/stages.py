@@ -1,0 +1,73 @@
+"""Stages: the loads of a loop over a row, which are under way for later iterations while one is computed, and what L2 does with them.
+
+In: a kernel's writer. Out: the statements of the loads, those that begin the rest of the iteration, and a policy for each load.
+
+    for start in tl.range(0, 50257, RBLOCK, num_stages=3):
+        r = (start + tl.arange(0, RBLOCK))[None, :]
+        tmp0 = tl.load(in0 + (50257 * x + r))           two iterations ahead
+        here = start // RBLOCK * RBLOCK                 the same number, which Triton does not know to be the same
+        r = (here + tl.arange(0, RBLOCK))[None, :]
+        tl.store(out0 + (50257 * x + r), tmp0 - tmp1)
+
+What loads and stores both compute with, Triton computes once and hands on from one iteration to the next: with three stages two tiles of
+indices, two of offsets and two of masks would wait in registers for the values that they belong to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from .cluster import Compute, Const, Expr, Iota, Load, Reduce, children, postorder
+from .tape import Tape
+
+
+def ahead(tape: Tape, nodes: list[Expr]) -> list[str]:
+    """Return the statements of what an iteration loads at places that no data gives; none where no load is ahead of its iteration.
+
+    What only computes their places and masks is written again where the iteration needs it.
+    """
+    writer = tape.writer
+    if writer.tiles.num_stages == 1 or writer.kept:
+        return []
+    before = set(tape.names)
+    loads = [n for n in nodes if isinstance(n, Load) and n not in before and _placed(n, before)]
+    lines = [line for n in postorder(loads, lambda n: () if n in before else children(n)) for line in tape.statement(n)]
+    for node in set(tape.names) - before - set(loads):
+        del tape.names[node]
+    return lines
+
+
+def _placed(node: Load, known: set[Expr]) -> bool:
+    """Whether the place and the mask of a load are made of the loop's index and of what was known before it."""
+    below = postorder(children(node), lambda n: () if n in known else children(n))
+    return all(n in known or isinstance(n, (Compute, Const, Iota)) for n in below)
+
+
+def again(writer: Any, body: list[str]) -> Iterator[str]:
+    """Yield the statements that give a tile's index variables to `body`, if it needs more than masks: those wait in few registers."""
+    wide = ".to(tl.int64)" if writer.wide else ""
+    begin = writer.backwards.replace("start", "here") or "here"
+    lines = [f"r = ({begin} + tl.arange(0, RBLOCK))[None, :]{wide}", *writer.coordinates("r", "here")]
+    names = "|".join({line.split(" = ")[0] for line in lines if "mask = " not in line})
+    if any(re.search(rf"\b(?:{names})\b", line) for line in body):
+        yield "here = start // RBLOCK * RBLOCK"
+        yield from lines
+
+
+def policies(writer: Any, top: int) -> list[dict[Expr, str]]:
+    """Return, for each pass, how L2 should treat what it loads: kept for the next pass, or let go of after the last one."""
+    used: list[set[Load]] = []
+    cluster = writer.cluster
+    for level in range(top + 1):
+        made = [a for n in cluster.order if isinstance(n, Reduce) and writer.levels[n] == level + 1 for a in writer.inputs(n)]
+        stored = [s.value for s in cluster.stores if writer.stored_at(s, top) == level]
+        used.append({n for n in writer.inside([*made, *stored]) if isinstance(n, Load) and not n.index})
+    result: list[dict[Expr, str]] = []
+    for level, loads in enumerate(used):
+        later = set().union(*used[level + 1 :])
+        before = set().union(*used[:level])
+        shared = {n for n in loads if cluster.parallel and not any((n.layout.strides or ())[: writer.split])}
+        result.append({n: "evict_last" if n in later | shared else "evict_first" for n in loads & (later | shared | before)})
+    return result
