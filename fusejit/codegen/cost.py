@@ -26,7 +26,7 @@ import torch
 
 from .cluster import Cluster, Load
 from .layout import Layout
-from .live import held_values, walked
+from .live import column_sums, held_values, walked
 from .size import product
 
 DEFAULT = "sm_90"
@@ -202,7 +202,7 @@ def _share(programs: int, device: Device) -> float:
 def _registers(cluster: Cluster, tiles: Schedule, each: int, row: int, looped: bool) -> int:
     """Return what a thread's values take: `each` of a tile, and `row` of a whole row, whose column sums a walk keeps beside its tiles."""
     if looped and cluster.programs:
-        return row * sum(s.reduces for s in cluster.stores) + each * walked(cluster)
+        return row * column_sums(cluster) + each * walked(cluster)
     return each * walked(cluster) if adds_tiles_up(cluster, tiles) else int(each * held_values(cluster, looped, tiles.keep))
 
 

@@ -47,9 +47,12 @@ class PeeledTape:
         return self.middle.store(store) + (self.ends.store(store) if along else [])
 
     def column(self, store: Store, name: str) -> list[str]:
-        return self.middle.column(store, name) + self.ends.column(store, f"end{name}")
+        ends = self.ends.column(store, f"end{name}") if self.middle.writer.runs(store) else []
+        return self.middle.column(store, name) + ends
 
     def partial(self, store: Store, name: str) -> tuple[list[str], list[str]]:
         """Return the statements that begin a column sum, and those that write it."""
+        if not self.middle.writer.runs(store):
+            return self.middle.partial(store, name)
         (first, last), (first_end, last_end) = self.middle.partial(store, name), self.ends.partial(store, f"end{name}")
         return first + first_end, last + last_end

@@ -27,6 +27,7 @@ from .realize import MAX_WEIGHT, weight
 from .scans import out_of_order, scans
 from .schedule import column_reduction, taller
 from .segments import check_segments, in_segments
+from .shares import in_shares, is_of_rows
 from .size import hint, most, product
 from .whole import by_rows, fits_rows
 
@@ -56,6 +57,7 @@ def fuse(lowered: Lowered, reductions: bool = True, device: Device | None = None
             state.run()
         state.whole()
         state.mix()
+        state.share()
     state.beside()
     return replace(state.lowered, steps=tuple(state.ordered())), state.refusals()
 
@@ -342,6 +344,35 @@ class _Fusing:
         self.check_partial(i, j, buffers, taller(product(row.parallel), self.device))
         self.in_two(first, second, self.without_dead(merged, i, j), tail, buffers)
 
+    def share(self) -> None:
+        """Let the programs that make results of rows reduce those of their share, where all of them together take two steps."""
+        for j in list(self.steps):
+            tail = self.tails.get(j)
+            if tail is not None and self.shared_out(j, j, tail):
+                continue
+            step = self.steps.get(j)
+            if isinstance(step, Cluster) and tail is None:
+                made = {self.producer[name] for name in reads(step) if name in self.producer}
+                for i in sorted(made):
+                    if i not in self.tails and self.shared_out(i, j, step):
+                        break
+
+    def shared_out(self, i: int, j: int, whole: Cluster) -> bool:
+        """Try `whole`, which is step `j` or the tail of it, in the programs of step `i`."""
+        rows = self.steps[i]
+        if not isinstance(rows, Cluster) or not is_of_rows(whole, rows):
+            return False
+        buffers = dict(self.lowered.buffers)
+        try:
+            self.check_between(i, j)
+            walk, tail = in_shares(whole, rows, buffers, self.device)
+            _check(rows, whole, walk, buffers)
+        except Refused as refusal:
+            self.refused[i, j] = str(refusal)
+            return False
+        self.in_two(i, j, self.without_dead(walk, i, j), tail, buffers)
+        return True
+
     def check_partial(self, i: int, j: int, buffers: dict[str, Buffer], by: int = 1) -> None:
         """Refuse partial results that cost more than they save, of `by` times as many rows as there are in this call."""
         partial = sum(b.bytes for name, b in buffers.items() if name not in self.lowered.buffers)
@@ -352,6 +383,8 @@ class _Fusing:
     def in_two(self, first: int, second: int, merged: Cluster, tail: Cluster, buffers: dict[str, Buffer]) -> None:
         """Put `merged`, with `tail` behind it, in the place of two steps."""
         self.lowered.buffers.update(buffers)
+        for name in reads(self.tails[second]) if second in self.tails else ():
+            self.readers[name].discard(second)
         self.tails[second] = tail
         self.replace(first, second, merged)
         for name in reads(tail):
@@ -366,12 +399,15 @@ class _Fusing:
                 self.readers[name].discard(k)
         for name in (*writes(self.steps[i]), *writes(self.steps[j])):
             self.producer.pop(name, None)
-        del self.steps[i]
+        if i != j:
+            del self.steps[i]
         self.steps[j] = merged
         for name in reads(merged):
             self.readers.setdefault(name, set()).add(j)
         for name in writes(merged):
             self.producer[name] = j
+        if i == j:  # a step that took its own tail in stands where it was
+            return
         bits = (self.above[i] | self.above[j]) & ~(1 << i) & ~(1 << j)
         self.above[j] = bits
         for k, above in self.above.items():

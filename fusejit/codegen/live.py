@@ -29,9 +29,14 @@ def walked(cluster: Cluster) -> int:
     return max((_most(nodes) + DRAWN * any(isinstance(n, Random) for n in nodes) for nodes in by_pass(cluster)), default=0)
 
 
+def column_sums(cluster: Cluster) -> int:
+    """Return how many reductions of columns a walk over rows keeps beside its row; one of everything takes a value a row."""
+    return sum(s.reduces and any((s.layout.strides or ())[len(cluster.parallel) :]) for s in cluster.stores)
+
+
 def held_values(cluster: Cluster, looped: bool, keep: bool) -> float:
     """Return how many values of its tile a thread keeps at once: those held across reductions, or accumulators, and column sums."""
-    sums = sum(s.reduces for s in cluster.stores)
+    sums = column_sums(cluster)
     if keep:
         return sums + kept_values(cluster)
     reduces = sum(isinstance(n, Reduce) for n in cluster.order)

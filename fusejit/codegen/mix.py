@@ -16,6 +16,7 @@ from .cluster import Cluster, Expr, Reduce, Store, load, reduction, view
 from .cost import Device
 from .hinted import hinted
 from .layout import contiguous, permute, strided
+from .live import column_sums
 from .lower import Buffer
 from .pattern import SPLITTABLE
 from .peel import peel
@@ -49,7 +50,7 @@ def mix(row: Cluster, column: Cluster, column_first: bool, buffers: dict[str, Bu
     whole = tuple(s for s in two.stores if s.buffer not in results)
     first = replace(two, stores=(*whole, *sums))
     mixed = join(first, one) if column_first else join(one, first)
-    programs = _programs(mixed, device)
+    programs = programs_for(mixed, device)
     mixed = replace(mixed, programs=programs)
     reason = refused_walk(hinted(mixed), device.mixed_values)
     if reason:
@@ -80,10 +81,11 @@ def _is_result(store: Store, cluster: Cluster) -> bool:
     return not any((store.layout.strides or ())[len(cluster.parallel) :]) and not cluster.full[store.value]
 
 
-def _programs(mixed: Cluster, device: Device) -> AnySize:
+def programs_for(mixed: Cluster, device: Device) -> AnySize:
     """Return how many programs share the rows: of the device's number for such rows and its halves, the one that costs least.
 
     Each program writes, and the second kernel reads, one partial result of all columns: many programs keep the memory busy, few move less.
+    Of a reduction of everything that is one value, and all of them are few.
     Where the number of rows varies, what is found here is the most of them; of fewer rows each has a program of its own.
     """
     number, columns = product(mixed.parallel), product(mixed.reduce)
@@ -91,7 +93,8 @@ def _programs(mixed: Cluster, device: Device) -> AnySize:
     ordered = tall(hinted(order(mixed).coalesced), taller(number, device))
     rows = product(ordered.parallel)
     sums = [s for s in ordered.stores if s.reduces]
-    partial = columns * sum(s.dtype.itemsize for s in sums)
+    results = columns if column_sums(ordered) else 1
+    partial = results * sum(s.dtype.itemsize for s in sums)
     found = []
     while times:
         programs = min(rows, times * device.sms)
@@ -99,17 +102,17 @@ def _programs(mixed: Cluster, device: Device) -> AnySize:
         assert choice is not None
         if times == 1 or MUCH * programs * partial <= choice.bytes:
             whole = peel(replace(ordered, programs=programs)) is None  # rows of one program may begin at odd addresses of all kinds
-            found.append((whole, choice.costs[0].us + _finish(sums, columns, programs, device), choice.costs[0].waits, programs))
+            found.append((whole, choice.costs[0].us + _finish(sums, results, programs, device), choice.costs[0].waits, programs))
         times //= 2
     best = min(found)
     near = [(waits, programs) for odd, us, waits, programs in found if odd == best[0] and us <= best[1] + NEAR]
     return min(near)[1] if isinstance(number, int) else atom("min", number, min(near)[1])
 
 
-def _finish(sums: list[Store], columns: int, programs: int, device: Device) -> float:
+def _finish(sums: list[Store], results: int, programs: int, device: Device) -> float:
     """Return the microseconds of the second kernel, which has few programs where rows are short: it reads every partial result."""
-    axes = (columns, programs)
-    loads = [load(s.buffer, strided(axes, [1, columns]), s.dtype) for s in sums]
+    axes = (results, programs)
+    loads = [load(s.buffer, strided(axes, [1, results]), s.dtype) for s in sums]
     totals = [reduction(s.mode, n, dtype=s.dtype) for s, n in zip(sums, loads, strict=True)]
     stores = [Store(f"{s.buffer}'", strided(axes, [1, 0]), total, s.dtype) for s, total in zip(sums, totals, strict=True)]
     choice = schedule(Cluster.build(axes[:1], axes[1:], stores, ()), device)[1].choice

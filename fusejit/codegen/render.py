@@ -404,7 +404,7 @@ class Writer:
                 body += level["finish"]
         for t in tiles:
             again = self.tile(t) if len(tiles) > 1 else []
-            for s in sums:
+            for s in (s for s in sums if not t or self.runs(s)):
                 first, last = self.tape().partial(s, names[s.buffer])
                 start += [line.replace("@", str(t)) for line in first]
                 finish += [line.replace("@", str(t)) for line in (*again, *last)]
@@ -435,21 +435,21 @@ class Writer:
         tape = Tape(self)
         result: list[dict[str, list[str]]] = []
         rows = [n for n in self.cluster.order if not self.full[n] and not isinstance(n, Reduce)]
+        written = lambda tape, s: tape.column(s, sums[s.buffer]) if sums and s.buffer in sums else tape.store(s)  # noqa: E731
         kinds = policies(self, top)
         for level in range(top + 1):
             made = [n for n in self.cluster.order if isinstance(n, Reduce) and self.levels[n] == level + 1]
             stores = [s for s in self.cluster.stores if self.stored_at(s, top) == level]
             head = [line for n in rows if self.levels[n] == level for line in tape.statement(n)]
             wide = [s for s in stores if self.runs(s) or self.full.get(s.value, False)]
-            narrow = [line for s in stores if s not in wide for line in tape.store(s)]
+            narrow = [line for s in stores if s not in wide for line in written(tape, s)]
             inner = Tape(self, tape)
             inner.begins["r"] = self.backwards
             inner.policies = {} if sums or self.kept else kinds[level]  # a walk reads its one row again out of L1
             inner.again = level > 0
             roots = [a for n in made for a in self.inputs(n)] + [r for s in wide for r in (s.value, *(e for e, _ in s.index))]
-            inside = self.inside(roots)
-            early = ahead(inner, inside)
-            body = [line for n in inside for line in inner.statement(n)]
+            early, rest = ahead(inner, self.inside(roots), roots)
+            body = [line for n in rest for line in inner.statement(n)]
             start: list[str] = list(inner.carries)
             finish: list[str] = []
             steps: list[str] = []
@@ -460,7 +460,7 @@ class Writer:
                 steps = [*step, *steps]  # a shifted sum needs its maximum as it was before
                 finish += end
             body += steps
-            body += [line for s in wide for line in (inner.column(s, sums[s.buffer]) if sums and s.buffer in sums else inner.store(s))]
+            body += [line for s in wide for line in written(inner, s)]
             body = [*early, *(again(self, body) if early else ()), *body]
             if ends and wide:
                 ends.names.update((n, name) for n, name in tape.names.items() if not self.full[n])

@@ -17,7 +17,7 @@ from .crossing import MAX_ROW, at_least, crossing, fast_axis, power_of_two, seco
 from .hinted import hinted
 from .keep import kept_values, used_again
 from .layout import permute
-from .ops import OPS
+from .live import column_sums
 from .peel import Peel, peel, tile_columns
 from .realize import footprint
 from .scans import scans
@@ -331,7 +331,7 @@ def _tile_mixed(cluster: Cluster, device: Device) -> list[Schedule]:
 
 def fits_mixed(cluster: Cluster, values: int) -> bool:
     """Whether a program of a mixed reduction keeps its row in registers, besides the column sums."""
-    return power_of_two(tile_columns(cluster)) * crossing(cluster) * (column_sums(cluster) + cluster.held) <= values
+    return power_of_two(tile_columns(cluster)) * crossing(cluster) * max(1, column_sums(cluster) + cluster.held) <= values
 
 
 def even_rows(cluster: Cluster) -> bool:
@@ -372,10 +372,6 @@ def refused_walk(cluster: Cluster, values: int) -> str:
 
 def _row_bytes(cluster: Cluster) -> int:
     return product(cluster.reduce) * max(n.dtype.itemsize for n in full(cluster))
-
-
-def column_sums(cluster: Cluster) -> int:
-    return sum(s.mode in OPS for s in cluster.stores)
 
 
 def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:

@@ -43,7 +43,7 @@ def split(lowered: Lowered, device: Device | None = None, numerics: str = "fast"
     waiting = list(reversed(lowered.steps))
     while waiting:
         step = waiting.pop()
-        found = _cut(step, device or machine()) if isinstance(step, Cluster) else None
+        found = cut(step, device or machine()) if isinstance(step, Cluster) else None
         if found:
             *made, last = in_pieces(*found, buffers, numerics == "eager")
             steps += made
@@ -53,7 +53,7 @@ def split(lowered: Lowered, device: Device | None = None, numerics: str = "fast"
     return replace(lowered, buffers=buffers, steps=tuple(steps))
 
 
-def _cut(cluster: Cluster, device: Device) -> tuple[Cluster, int, AnySize] | None:
+def cut(cluster: Cluster, device: Device) -> tuple[Cluster, int, AnySize] | None:
     """Return a cluster as it is split, into how many pieces, and their length; None where it stays whole."""
     if any(isinstance(n, Size) for n in cluster.reduce):
         return _varying(cluster, device)

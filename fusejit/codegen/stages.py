@@ -19,24 +19,28 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from .cluster import Compute, Const, Expr, Iota, Load, Reduce, children, postorder
 from .tape import Tape
 
 
-def ahead(tape: Tape, nodes: list[Expr]) -> list[str]:
-    """Return the statements of what an iteration loads at places that no data gives; none where no load is ahead of its iteration.
+def ahead(tape: Tape, nodes: list[Expr], roots: list[Expr]) -> tuple[list[str], list[Expr]]:
+    """Return the statements of what an iteration loads at places that no data gives, and the nodes that are left; none where none is ahead.
 
-    What only computes their places and masks is written again where the iteration needs it.
+    What computes their places is written again where the iteration needs it; their masks are handed on.
     """
     writer = tape.writer
     if writer.tiles.num_stages == 1 or writer.kept:
-        return []
+        return [], nodes
     before = set(tape.names)
     loads = [n for n in nodes if isinstance(n, Load) and n not in before and _placed(n, before)]
     lines = [line for n in postorder(loads, lambda n: () if n in before else children(n)) for line in tape.statement(n)]
     for node in set(tape.names) - before - set(loads):
-        del tape.names[node]
-    return lines
+        if node.dtype is not torch.bool:
+            del tape.names[node]
+    needed = set(postorder(roots, lambda n: () if n in tape.names else children(n)))
+    return lines, [n for n in nodes if n in needed]
 
 
 def _placed(node: Load, known: set[Expr]) -> bool:

@@ -364,17 +364,22 @@ class Tape:
         return name, [*self.writer.tile(0), *lines, f"{name} = {self.row(f'fj.sum({value}, 1)', 'sum')} / {count}"]
 
     def column(self, store: Store, name: str) -> list[str]:
-        """Return the statements that add a row to a column sum; "@" stands for the number of the tile."""
-        value = self._tile(store.value)
-        together = f"fj.{store.mode}_combine({name}_@, {value})"
+        """Return the statements that add a row to a column sum, or its result to that of all rows; "@": the number of the tile."""
+        along = self.writer.runs(store)
+        value, total = (self._tile(store.value), f"{name}_@") if along else (self.text(store.value), name)
+        together = f"fj.{store.mode}_combine({total}, {value})"
         if not self.writer.masked("x"):
-            return [f"{name}_@ = {together}"]  # what is masked along the row is not written in the end
-        return [f"new{name} = {together}", f"{name}_@ = tl.where(xmask, new{name}, {name}_@)"]
+            return [f"{total} = {together}"]  # what is masked along the row is not written in the end
+        return [f"new{name} = {together}", f"{total} = tl.where(xmask, new{name}, {total})"]
 
     def partial(self, store: Store, name: str) -> tuple[list[str], list[str]]:
         """Return the statements that begin a column sum, and those that write what this program's rows came to."""
         row, dtype, writer = OPS[store.mode], store.value.dtype, self.writer
         assert row.identity is not None
+        if not writer.runs(store):
+            start = f"{name} = tl.full([XBLOCK, 1], {_number(row.identity(dtype))}, {STORAGE[dtype].compute})"
+            total = f"fj.{store.mode}(fj.{store.mode}({name}, 1), 0)"
+            return [start], [f"tl.store({writer.pointers[store.buffer]} + program, {STORAGE[store.dtype].store.format(total)})"]
         start = f"{name}_@ = tl.full([XBLOCK, {writer.width}], {_number(row.identity(dtype))}, {STORAGE[dtype].compute})"
         total = f"fj.{store.mode}({name}_@, 0)[None, :]" if writer.tiles["XBLOCK"] > 1 else f"{name}_@"
         place = f"program * {product(writer.cluster.reduce)} + {writer.offset(store.layout)}"
