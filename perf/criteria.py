@@ -18,6 +18,7 @@ from functools import cache
 
 from cases import Case
 
+from fusejit.codegen import live
 from fusejit.codegen.cluster import Cluster, Load, Segment, Store
 from fusejit.codegen.cost import MEMORY_WAIT, machine
 from fusejit.codegen.kernel import Kernel
@@ -247,7 +248,7 @@ def passes(k: Kernel) -> int:
     columns = product(cluster.reduce)
     whole = [n for loads in cluster.reads.values() for n in loads if _whole(n, cluster)]
     row = columns * sum(n.dtype.itemsize for n in {(n.buffer, n.layout): n for n in whole}.values())
-    sums = 4 * columns * (sum(s.reduces for s in cluster.stores) + sum(isinstance(n, Segment) for n in cluster.order))
+    sums = 4 * columns * (live.column_sums(cluster) + sum(isinstance(n, Segment) for n in cluster.order))
     levels = max(cluster.levels.values())
     upright = any(fast_axis(n.layout.strides, cluster.axes) in range(len(cluster.parallel)) for n in whole)
     if k.template == "reduction_looped" and (columns > LONGEST or upright):
