@@ -38,7 +38,7 @@ def test_gradients_of_kept_rows(short_rows, name, dtype, columns):
 @pytest.mark.parametrize("f", [layer_norm, rms_norm], ids=["layer_norm", "rms_norm"])
 def test_the_columns_of_kept_rows(f, monkeypatch):
     """Rows and column sums of one read: what is too wide in float32 is kept in 16 bits."""
-    monkeypatch.setattr("fusejit.codegen.mix._programs", lambda mixed, device: 8)
+    monkeypatch.setattr("fusejit.codegen.mix.programs_for", lambda mixed, device: 8)
     monkeypatch.setattr(schedule, "fits_mixed", lambda cluster, values: False)
     weights = [torch.randn(200).to(BF16).requires_grad_() for _ in range(2 if f is layer_norm else 1)]
     args = [torch.randn(40, 200).to(BF16).requires_grad_(), *weights]
@@ -47,7 +47,7 @@ def test_the_columns_of_kept_rows(f, monkeypatch):
 
 
 def test_float32_rows_are_kept_too(monkeypatch):
-    monkeypatch.setattr("fusejit.codegen.mix._programs", lambda mixed, device: 8)
+    monkeypatch.setattr("fusejit.codegen.mix.programs_for", lambda mixed, device: 8)
     monkeypatch.setattr(schedule, "fits_mixed", lambda cluster, values: False)
     compare(lambda x, y: (row_and_column(x, y), (x * y / (x * y).sum(-1, keepdim=True)))[1], (torch.rand(40, 200), torch.rand(40, 200)))
 
@@ -115,7 +115,7 @@ def test_dropout_in_front_of_a_norm_spills_nothing(columns, warps):
 
 
 def masks(monkeypatch, fits):
-    monkeypatch.setattr("fusejit.codegen.mix._programs", lambda mixed, device: 8)
+    monkeypatch.setattr("fusejit.codegen.mix.programs_for", lambda mixed, device: 8)
     monkeypatch.setattr(schedule, "fits_mixed", lambda cluster, values: fits)
     torch.manual_seed(5)
     args = [torch.randn(n).to(BF16).requires_grad_() for n in ((40, 256), (40, 256), 256, 256)]

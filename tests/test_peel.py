@@ -67,7 +67,7 @@ def test_a_slice_begins_at_an_odd_address_in_every_row(first):
 @pytest.mark.parametrize("columns", [389, 257])  # one more than a tile
 def test_columns_of_odd_rows_stay_where_they_are(columns, programs, monkeypatch):
     """Rows of one program 8 or 12 apart begin at the same place within a group of 4, and their columns add up; not so 10 apart."""
-    monkeypatch.setattr("fusejit.codegen.mix._programs", lambda mixed, device: programs)
+    monkeypatch.setattr("fusejit.codegen.mix.programs_for", lambda mixed, device: programs)
     x, y = torch.randn(77, columns), torch.randn(77, columns)
     jitted = compare(row_and_column, (x, y))
     mixed = jitted.program(x, y).kernels[0]
@@ -76,7 +76,7 @@ def test_columns_of_odd_rows_stay_where_they_are(columns, programs, monkeypatch)
 
 @pytest.mark.parametrize("f", [layer_norm, rms_norm], ids=["layer_norm", "rms_norm"])
 def test_norm_backward_of_odd_rows(f, monkeypatch):
-    monkeypatch.setattr("fusejit.codegen.mix._programs", lambda mixed, device: 8)
+    monkeypatch.setattr("fusejit.codegen.mix.programs_for", lambda mixed, device: 8)
     weights = [torch.randn(389).requires_grad_() for _ in range(2 if f is layer_norm else 1)]
     compare(f, [torch.randn(77, 389).requires_grad_(), *weights], [torch.randn(77, 389)])
 
