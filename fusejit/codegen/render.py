@@ -461,7 +461,7 @@ class Writer:
                 finish += end
             body += steps
             body += [line for s in wide for line in written(inner, s)]
-            body = [*early, *(again(self, body) if early else ()), *body]
+            body = [*early, *again(self), *body] if early else body
             if ends and wide:
                 ends.names.update((n, name) for n, name in tape.names.items() if not self.full[n])
                 outer = self.inside([r for s in wide for r in (s.value, *(e for e, _ in s.index))])

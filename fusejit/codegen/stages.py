@@ -7,16 +7,14 @@ In: a kernel's writer. Out: the statements of the loads, those that begin the re
         tmp0 = tl.load(in0 + (50257 * x + r))           two iterations ahead
         here = start // RBLOCK * RBLOCK                 the same number, which Triton does not know to be the same
         r = (here + tl.arange(0, RBLOCK))[None, :]
-        tl.store(out0 + (50257 * x + r), tmp0 - tmp1)
+        tl.store(out0 + (50257 * x + r), tl.where(r == tmp2, tmp1, 0.0) - tmp0)
 
-What loads and stores both compute with, Triton computes once and hands on from one iteration to the next: with three stages two tiles of
-indices, two of offsets and two of masks would wait in registers for the values that they belong to.
+What loads and values both compute with, Triton computes once and hands on from one iteration to the next: with three stages two tiles of
+indices would wait in registers for the values that they belong to.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,21 +24,23 @@ from .tape import Tape
 
 
 def ahead(tape: Tape, nodes: list[Expr], roots: list[Expr]) -> tuple[list[str], list[Expr]]:
-    """Return the statements of what an iteration loads at places that no data gives, and the nodes that are left; none where none is ahead.
+    """Return the statements of what an iteration loads at places that no data gives, and the nodes that are left.
 
-    What computes their places is written again where the iteration needs it; their masks are handed on.
+    What computes their places is written again where the iteration needs it; their masks are handed on. None are apart where no load is
+    ahead, or no value is made of an index: places to store to are one for 16 bytes.
     """
-    writer = tape.writer
-    if writer.tiles.num_stages == 1 or writer.kept:
-        return [], nodes
-    before = set(tape.names)
+    writer, before = tape.writer, set(tape.names)
     loads = [n for n in nodes if isinstance(n, Load) and n not in before and _placed(n, before)]
-    lines = [line for n in postorder(loads, lambda n: () if n in before else children(n)) for line in tape.statement(n)]
-    for node in set(tape.names) - before - set(loads):
-        if node.dtype is not torch.bool:
-            del tape.names[node]
-    needed = set(postorder(roots, lambda n: () if n in tape.names else children(n)))
-    return lines, [n for n in nodes if n in needed]
+    places = postorder(loads, lambda n: () if n in before else children(n))
+    done = before | set(loads) | {n for n in places if n.dtype is torch.bool}
+    needed = set(postorder(roots, lambda n: () if n in done else children(n)))
+    rest = [n for n in nodes if n in needed and n not in done]
+    if writer.tiles.num_stages == 1 or writer.kept or not any(isinstance(n, Iota) for n in rest):
+        return [], nodes
+    lines = [line for n in places for line in tape.statement(n)]
+    for node in set(tape.names) - done:
+        del tape.names[node]
+    return lines, rest
 
 
 def _placed(node: Load, known: set[Expr]) -> bool:
@@ -49,15 +49,12 @@ def _placed(node: Load, known: set[Expr]) -> bool:
     return all(n in known or isinstance(n, (Compute, Const, Iota)) for n in below)
 
 
-def again(writer: Any, body: list[str]) -> Iterator[str]:
-    """Yield the statements that give a tile's index variables to `body`, if it needs more than masks: those wait in few registers."""
+def again(writer: Any) -> list[str]:
+    """Return the statements that give the index variables of a loop's tile to what is computed after its loads."""
     wide = ".to(tl.int64)" if writer.wide else ""
     begin = writer.backwards.replace("start", "here") or "here"
     lines = [f"r = ({begin} + tl.arange(0, RBLOCK))[None, :]{wide}", *writer.coordinates("r", "here")]
-    names = "|".join({line.split(" = ")[0] for line in lines if "mask = " not in line})
-    if any(re.search(rf"\b(?:{names})\b", line) for line in body):
-        yield "here = start // RBLOCK * RBLOCK"
-        yield from lines
+    return ["here = start // RBLOCK * RBLOCK", *lines]
 
 
 def policies(writer: Any, top: int) -> list[dict[Expr, str]]:
