@@ -432,6 +432,19 @@ def test_a_looped_row(looped, name, columns):
     assert passes == {"softmax_of_softmax": 4, "softmax": 2, "log_softmax": 2, "layer_norm": 2, "share": 2}.get(name, 1)
 
 
+def pick(x, i):
+    """The share of one column, as the gradient of a loss spells it, and the place of the largest."""
+    columns = torch.arange(x.shape[-1], dtype=torch.int64)
+    return x.softmax(-1) * (columns == i), x.argmax(-1), F.pad(x, (3, 2)).cumsum(-1)
+
+
+@pytest.mark.parametrize("columns", [1024, 1001])
+def test_indices_beside_loads_that_are_ahead(looped, columns):
+    x, i = torch.randn(5, columns), torch.randint(0, columns, (5, 1))
+    sources = [k.source for k in compare(pick, (x, i)).program(x, i).kernels]
+    assert any("here = start" in source for source in sources)
+
+
 @pytest.mark.parametrize("name", ["softmax", "logsumexp", "log_softmax", "var"])
 def test_a_looped_row_of_infinity_and_nan(looped, name):
     f, _ = FEW_ROWS[name]
