@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .cluster import Compute, Const, Expr, Iota, Load, Reduce, children, postorder
+from .cluster import Compute, Const, Expr, Iota, Load, Reduce, Scan, children, postorder
 from .tape import Tape
 
 
@@ -35,7 +35,8 @@ def ahead(tape: Tape, nodes: list[Expr], roots: list[Expr]) -> tuple[list[str], 
     done = before | set(loads) | {n for n in places if n.dtype is torch.bool}
     needed = set(postorder(roots, lambda n: () if n in done else children(n)))
     rest = [n for n in nodes if n in needed and n not in done]
-    if writer.tiles.num_stages == 1 or writer.kept or not any(isinstance(n, Iota) for n in rest):
+    scanned = any(isinstance(n, Scan) for n in rest)  # its index is that of the place that it was given, which most scans leave out
+    if writer.tiles.num_stages == 1 or writer.kept or scanned or not any(isinstance(n, Iota) for n in rest):
         return [], nodes
     lines = [line for n in places for line in tape.statement(n)]
     for node in set(tape.names) - done:
