@@ -99,6 +99,14 @@ def _elements(case: Case) -> int:
     return product(case.shape[:2])
 
 
+def parts(case: Case) -> int:
+    """In how many parts of its logits a case is computed: each launches what torch.compile launches once, for all of them."""
+    if case.name != "linear_cross_entropy":
+        return 1
+    rows, _, classes = case.shape
+    return -(-rows * classes * case.dtype.itemsize // PART)
+
+
 def in_parts(case: Case, read: int) -> int:
     """What kernels move beyond the least where logits are computed a part at a time; what the products read and write is not theirs."""
     rows, width, classes = case.shape
@@ -106,8 +114,8 @@ def in_parts(case: Case, read: int) -> int:
     logits = rows * classes * size
     if case.pass_ == "forward":
         return logits - read  # read once
-    parts = -(-logits // PART)
-    added = parts * (size + 2 * WIDE_SUM) - WIDE_SUM if _half(case) else (parts - 1) * 3 * size  # a part's gradient into the sum of all
+    count = parts(case)
+    added = count * (size + 2 * WIDE_SUM) - WIDE_SUM if _half(case) else (count - 1) * 3 * size  # a part's gradient into the sum of all
     rounded = WIDE_SUM + size if _half(case) else 0
     scaled = 2 * size * (table + hidden)  # by the loss' gradient, once that is known
     moved = 2 * logits + table * (added + rounded) + scaled + 2 * size * hidden  # last: rows that are ignored get zeros
@@ -292,4 +300,4 @@ def _partial_masks(k: Kernel, fast: int, each: int) -> bool:
     return product(k.cluster.axes[a] for a in group) % each != 0
 
 
-__all__ = ["Access", "EXTRA", "accesses", "of_case", "passes", "violations"]
+__all__ = ["Access", "EXTRA", "accesses", "of_case", "parts", "passes", "violations"]
