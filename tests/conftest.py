@@ -66,6 +66,14 @@ def backend() -> str:
 
 
 @pytest.fixture(scope="session")
+def spilled() -> int:
+    """Bytes that a kernel at the edge of a thread's registers may spill: Triton 3.6 makes up to 64 of the text of which 3.7 makes none."""
+    import triton
+
+    return 64 if triton.__version__.startswith("3.6.") else 0
+
+
+@pytest.fixture(scope="session")
 def device(backend: str) -> str:
     return "cpu" if backend == "interpret" else "cuda"
 

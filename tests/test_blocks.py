@@ -38,13 +38,13 @@ def test_dropout_drops_what_it_should(fuse, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "pass_"), CASES)
-def test_kernels_compile_well_for_sm_90(name, pass_, dtype, sm_90):
+def test_kernels_compile_well_for_sm_90(name, pass_, dtype, sm_90, spilled):
     block = BLOCKS[name]
     with torch.set_grad_enabled(pass_ == "both"):
         program = sm_90(block.fn, block.make_untouched(block.real, dtype))
     assert program.kernels
     for kernel in program.kernels:
-        assert kernel.n_spills == 0, f"{kernel.name}: {kernel.n_spills} spills, {kernel.n_regs} registers"
+        assert kernel.n_spills <= spilled, f"{kernel.name}: {kernel.n_spills} spills, {kernel.n_regs} registers"
         loads, stores = vectorisable(kernel)
         assert kernel.wide_loads >= loads and kernel.wide_stores >= stores, f"{kernel.name}: {loads} + {stores} operands\n{kernel.table}"
 

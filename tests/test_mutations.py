@@ -528,6 +528,7 @@ if torch.__version__ < "2.12":
     DYNAMO |= {
         "class_of_a_submodule": "Dynamo 2.11 does not guard the class of a submodule",
         "class_method": "Dynamo 2.11 does not guard what a class method reads of its class",
+        "special_bool": "Dynamo 2.11 asks `__len__`, once it has traced `len` of an object of the class; torch.compile alone does so too",
     }
 
 
