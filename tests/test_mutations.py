@@ -328,6 +328,22 @@ def environment():
     return lambda x: x * float(os.environ["FUSEJIT_TEST_SCALE"]), ones, lambda: os.environ.__setitem__("FUSEJIT_TEST_SCALE", "3")
 
 
+PLACES = {"first": 0}
+
+
+class First:
+    def __index__(self) -> int:
+        return PLACES["first"]
+
+
+@mutation
+def index_of_an_object():
+    """Torch itself calls what reads the global."""
+    LEFT.callback(PLACES.__setitem__, "first", 0)
+    first = First()
+    return lambda x: x[first] * 2, ones, lambda: PLACES.__setitem__("first", 1)
+
+
 @mutation
 def cached_function():
     k = [2.0]

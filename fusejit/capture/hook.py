@@ -7,7 +7,7 @@ In: a function that sees each call of this thread. Out: two context managers.
     ...     with unobserved():
     ...         torch.add(x, y)     # what torch does for an op is hundreds of calls; none is seen
 
-Python has room for one hook a thread: a profiler sees nothing of a capture, and goes on behind it.
+Python has room for one hook a thread: a profiler sees nothing of a capture, and goes on behind it where Python can set it again.
 """
 
 from __future__ import annotations

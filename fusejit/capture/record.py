@@ -27,6 +27,7 @@ NORM = ATEN.linalg_vector_norm.default
 """Torch 2.11's fake tensors forget to drop a dim of size 1 of a norm that is counted from the end."""
 PUT = ATEN.select_scatter.default
 """Torch's fake tensors promote its operands, where eager copies the one into the dtype of the other."""
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 NAMES: dict[Any, str] = {}
 """By op: what its nodes are called, "" if the op goes torch's way."""
 
@@ -85,6 +86,16 @@ def recording(mode: Any, symbolic: bool) -> Callable[[Any, tuple, dict[str, Any]
         return made
 
     return record
+
+
+def taken_apart(value: Any) -> bool:
+    """Whether torch reads an argument without calling code of the user's, such as an `__index__`."""
+    kind = type(value)
+    if kind in LITERALS or isinstance(value, (Tensor, *SYMBOLS)) or value is ...:
+        return True
+    if kind is slice:
+        return taken_apart((value.start, value.stop, value.step))
+    return kind in (tuple, list, torch.Size) and all(map(taken_apart, value))
 
 
 def meant(func: Any, args: tuple, general: Callable[..., Any]) -> tuple:

@@ -44,7 +44,7 @@ from .ordered import ASSERTS, as_check
 from .ordered import OPS as ORDERED
 from .outputs import Constant, check_unchanged, sort_outputs
 from .reads import Effect
-from .record import recording
+from .record import recording, taken_apart
 from .refused import DATA, DATA_DEPENDENT, REFUSED, WAY_OUT, T, explain_error
 from .streams import DRAWN
 from .symbols import Symbols
@@ -65,7 +65,7 @@ HIGHER: dict[Any, Callable] = {}
 BINDINGS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 """Functions of torch written in C, which call no other."""
 GETTERS = (*BINDINGS, types.MethodWrapperType)
-"""The same, and what reads an attribute of a tensor: below them runs no code of the user's."""
+"""The same, and what reads an attribute of a tensor: below them runs no code of the user's, arguments' own aside."""
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ class Tracing(TorchFunctionMode):
         follow_levels(mode, record)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if type(func) in GETTERS:
+        if type(func) in GETTERS and taken_apart(args) and (not kwargs or taken_apart([*kwargs.values()])):
             with unobserved():
                 made = self.call(func, args, kwargs, sys._getframe(1))
         else:
