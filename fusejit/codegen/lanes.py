@@ -15,20 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from .cluster import Expr, Iota, Load, Random, postorder
-
-# Where a tile begins along each index variable, by template. "@" is the number of the tile in a row that a walk takes in several.
-PROGRAM = "tl.program_id({axis}){wide} * {block}"
-BEGINS: dict[str, dict[str, str]] = {
-    "pointwise": {"x": PROGRAM.replace("{axis}", "0")},
-    "pointwise_2d": {"y": PROGRAM.replace("{axis}", "1"), "x": PROGRAM.replace("{axis}", "0")},
-    "pointwise_row": {"x": "first"},
-    "reduction_persistent": {"x": PROGRAM.replace("{axis}", "0"), "r": "0"},
-    "reduction_looped": {"x": PROGRAM.replace("{axis}", "0"), "r": "start"},
-    "reduction_mixed": {"x": "first", "r": "@ * RBLOCK"},
-}
-COLUMN, ROW = "[:, None]", "[None, :]"
-SIDES: dict[str, dict[str, str]] = {"pointwise": {"x": ""}, "pointwise_row": {"x": ""}, "pointwise_2d": {"y": COLUMN, "x": ROW}}
-REDUCTION = {"x": COLUMN, "r": ROW}
+from .schedule import ROW, TEMPLATE
 
 
 def lanes(writer: Any, node: Random, begins: dict[str, str]) -> tuple[list[str], str] | None:
@@ -40,12 +27,12 @@ def lanes(writer: Any, node: Random, begins: dict[str, str]) -> tuple[list[str],
     if getattr(writer, "peel", None) or getattr(writer.cluster, "segments", 0):  # tiles there do not begin where the table says
         return None
     variable = _along(writer, node)
-    known = BEGINS.get(writer.tiles.template, {})
+    known = writer.begins()
     if variable is None or variable not in known or any(_varies(n) for n in postorder([node.seed])):
         return None
-    block, side = f"{variable.upper()}BLOCK", SIDES.get(writer.tiles.template, REDUCTION)[variable]
+    block, side = f"{variable.upper()}BLOCK", TEMPLATE[writer.tiles.template].sides[variable]
     wide = ".to(tl.int64)" if writer.wide else ""
-    begin = begins.get(variable) or known[variable].format(wide=wide, block=block)
+    begin = begins.get(variable) or known[variable]
     quads = f"{variable}4"
     lines = [f"{quads} = ({begin} + 4 * tl.arange(0, {block} // 4)){side}{wide}"]
     names: dict[int, str] = {}

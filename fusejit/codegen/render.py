@@ -28,7 +28,7 @@ from .ops import OPS, STORAGE
 from .order import reads
 from .pattern import Foreach
 from .peel import is_flat, peel, tile_columns
-from .schedule import Schedule, power_of_two, second_axis
+from .schedule import TEMPLATE, Schedule, power_of_two, second_axis
 from .segments import numbered
 from .size import AnySize, divide, hint, product, scope, scope_names
 from .stages import again, ahead, policies
@@ -205,6 +205,12 @@ class Writer:
     def tiles_of_a_line(self) -> int:
         return -(-self.cluster.axes[-1] // self.tiles["XBLOCK"])
 
+    def begins(self) -> dict[str, str]:
+        """Return where a tile begins along each index variable, as the template's row says."""
+        words = {"wide": ".to(tl.int64)" if self.wide else "", "across": f"(({self.extent('x')} + XBLOCK - 1) // XBLOCK)"}
+        row = TEMPLATE.get(self.tiles.template)
+        return {variable: begin.format(**words) for variable, begin in row.begins.items()} if row else {}
+
     @property
     def backwards(self) -> str:
         """Where a tile begins in a loop that takes a row from its end on, "" in all others."""
@@ -350,7 +356,7 @@ class Writer:
             "wide": wide,
             "axes": [],
             "columns": [],
-            "across": f"(({self.extent('x')} + XBLOCK - 1) // XBLOCK)",
+            "begin": self.begins(),
         }
         for variable in self.groups:
             fields["columns" if variable == "r" else "axes"] += self.coordinates(variable)

@@ -36,11 +36,18 @@ HELD_BYTES = 163840  # bytes of such a row and of its column sums together
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A row of TEMPLATES: the file that owns the control flow, when it applies, and its tiles."""
+    """A row of TEMPLATES: the file that owns the control flow, when it applies, its tiles and where each of them begins.
+
+    `begins`: {index variable: where a tile begins along it}, in the words that the file fills in too. A program counts from there on with
+    `tl.arange`; `{wide}` widens a program's number, `{across}` is how many tiles lie side by side, "@" the number of the tile in a row
+    that a walk takes in several. `sides`: {index variable: the side of the tile along which it runs}.
+    """
 
     name: str
     applies: Callable[[Cluster], bool]
     tiles: Callable[[Cluster, Device], list[Schedule]]
+    begins: dict[str, str]
+    sides: dict[str, str]
 
 
 def schedule(cluster: Cluster, device: Device | None = None) -> tuple[Cluster, Schedule]:
@@ -402,12 +409,23 @@ def _tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
     ]
 
 
+COLUMN, ROW = "[:, None]", "[None, :]"
+PROGRAM = "tl.program_id(0){wide} * XBLOCK"
+REDUCTION = {"x": COLUMN, "r": ROW}
+
 # The first row that applies wins; render_foreach.py has its own tiles.
 TEMPLATES = (
-    Template("reduction_mixed", lambda cluster: cluster.programs > 0, _tile_mixed),
-    Template("pointwise_2d", _two_fast_axes, tiles_2d),
-    Template("pointwise_row", _rows_of_one_value, _tile_row),
-    Template("pointwise", _pointwise, _tile_pointwise),
-    Template("reduction_persistent", _persistent, _tile_persistent),
-    Template("reduction_looped", lambda cluster: True, _tile_looped),
+    Template("reduction_mixed", lambda cluster: cluster.programs > 0, _tile_mixed, {"x": "first", "r": "@ * RBLOCK"}, REDUCTION),
+    Template(
+        "pointwise_2d",
+        _two_fast_axes,
+        tiles_2d,
+        {"y": "(tl.program_id(0) // {across}){wide} * YBLOCK", "x": "(tl.program_id(0) % {across}){wide} * XBLOCK"},
+        {"y": COLUMN, "x": ROW},
+    ),
+    Template("pointwise_row", _rows_of_one_value, _tile_row, {"x": "first"}, {"x": ""}),
+    Template("pointwise", _pointwise, _tile_pointwise, {"x": PROGRAM}, {"x": ""}),
+    Template("reduction_persistent", _persistent, _tile_persistent, {"x": PROGRAM, "r": "0"}, REDUCTION),
+    Template("reduction_looped", lambda cluster: True, _tile_looped, {"x": PROGRAM, "r": "start"}, REDUCTION),
 )
+TEMPLATE = {template.name: template for template in TEMPLATES}
