@@ -9,21 +9,24 @@ In: a function or an `nn.Module`. Out: the same, compiled on its first call.
 
 from __future__ import annotations
 
-from .ahead import compile_for
+from . import moved as _moved
+from .api.compile_for import compile_for
+from .api.control_flow import cond, select, while_loop
+from .api.disable import disable_jit
+from .api.function import JitFunction
+from .api.hypermap import HyperMap, MultitypeFuncGraph
+from .api.jit import jit
+from .api.jit_class import jit_class
+from .api.lazy_inline import lazy_inline, no_inline
+from .api.module import JitModule
+from .api.trace_function import TraceFunction, partial_trace, trace
+from .api.transforms import grad, value_and_grad, vmap
+from .capture.effect_ops import assign, depend, print
 from .capture.mutable import mutable
-from .capture.ordered import assign, depend, print
 from .errors import CaptureError, CompileError, FusejitError, TraceError, Unsupported
-from .function import JitFunction
-from .jit import jit
-from .module import JitModule
-from .rewrites.batch import grad, value_and_grad, vmap
-from .rewrites.by_hand import cond, select, while_loop
-from .rewrites.exclude import exclude_from_trace
-from .rewrites.hypermap import HyperMap, MultitypeFuncGraph
-from .rewrites.jit_class import jit_class
-from .rewrites.lazy_inline import lazy_inline, no_inline
-from .switch import disable_jit
-from .tracing import TraceFunction, partial_trace, trace
+from .frontend.exclude import exclude_from_trace
+
+_moved.install()
 
 __version__ = "0.1.0"
 

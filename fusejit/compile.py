@@ -1,7 +1,7 @@
 """The pipeline, on one screen: a functional ATen graph becomes a Program.
 
-In: an fx graph and the real layouts of its inputs. Out: `Program`. Each pass is a function of its own name; `record` keeps every
-stage's text, and `explain()` and FUSEJIT_DUMP are nothing more than that record.
+In: an fx graph and the real layouts of its inputs. Out: `Program`. Each pass is a function of its own name; `record`
+keeps every stage's text, and `explain()` and FUSEJIT_DUMP are nothing more than that record.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import config
-from .codegen.cats import cats
-from .codegen.cluster import Cluster
-from .codegen.cost import Device, machine
-from .codegen.epilogue import epilogue
-from .codegen.foreach import foreach
-from .codegen.fuse import fuse
-from .codegen.kernel import Kernel
-from .codegen.lift_bias import lift_bias
-from .codegen.lower import Extern, Lowered, lower
-from .codegen.many import many
-from .codegen.order import in_memory
-from .codegen.pattern import Foreach
-from .codegen.plan import plan
-from .codegen.program import Program, verify
-from .codegen.render import render
-from .codegen.render_foreach import render_foreach
-from .codegen.rules import RULES
-from .codegen.schedule import schedule
-from .codegen.simplify import simplify
-from .codegen.size import Scope
-from .codegen.size import scope as size_scope
-from .codegen.sized import Bound, bound, hints, sized
-from .codegen.split import split
-from .codegen.sums import sums
+from . import knobs
+from .codegen.emit.foreach import render_foreach
+from .codegen.emit.kernel import Kernel
+from .codegen.emit.memory_plan import plan
+from .codegen.emit.program import Program, verify
+from .codegen.emit.writer import render
+from .codegen.graph.bind_sizes import Bound, bound, hints, sized
+from .codegen.graph.conv_bias import lift_bias
+from .codegen.graph.scatter_dtype import sums
+from .codegen.graph.simplify import simplify
+from .codegen.ir.cluster import Cluster
+from .codegen.ir.graph import Extern, Foreach, Lowered
+from .codegen.ir.size import Scope
+from .codegen.ir.size import scope as size_scope
+from .codegen.ops.rules import RULES
+from .codegen.passes.concat_in_place import cats
+from .codegen.passes.fuse import fuse
+from .codegen.passes.hazards import in_memory
+from .codegen.passes.horizontal import foreach
+from .codegen.passes.horizontal_reduction import many
+from .codegen.passes.lower import lower
+from .codegen.passes.matmul_epilogue import epilogue
+from .codegen.passes.rfactor import split
+from .codegen.passes.schedule import schedule
+from .codegen.schedule.device import Device, machine
 from .errors import CompileError
+from .runtime.autotune import MOST, Tuned, tune
+from .runtime.compile_workers import KernelSpec, compile_kernels
 from .runtime.eager import eager
+from .runtime.frame_stack import roomy
 from .runtime.launch import compile_all, kernel
-from .runtime.tune import MOST, Tuned, tune
-from .runtime.workers import KernelSpec, compile_kernels
-from .stack import roomy
-from .variants import Variants
+from .runtime.multiversion import Variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,15 @@ def compile_graph(
 
 
 class InScope:
-    """A graph for many sizes that other graphs call: it is compiled with each of those, in its scope, and once for all calls there.
+    """A graph for many sizes that other graphs call: it is compiled with each of those, in its scope, and once for all
+    calls there.
 
     Its symbols are theirs, and so are its assumptions: it has no variants of its own.
     """
 
-    def __init__(self, module: GraphModule, inputs: Sequence[Any], options: Options, note: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self, module: GraphModule, inputs: Sequence[Any], options: Options, note: Callable[[str, Any], None]
+    ) -> None:
         self.module, self.inputs, self.options, self.note = module, inputs, options, note
 
     def in_scope(self) -> Program:
@@ -104,7 +107,9 @@ class InScope:
         return known[self]  # type: ignore[no-any-return]
 
 
-def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, note: Callable[[str, Any], None], known: Bound) -> Program:
+def one_program(
+    module: GraphModule, inputs: Sequence[Any], options: Options, note: Callable[[str, Any], None], known: Bound
+) -> Program:
     """Compile a graph for one shape, or in an open `Scope` for all sizes that its assumptions allow."""
     clock = _Clock()
     device = machine(options.target)
@@ -127,11 +132,22 @@ def one_program(module: GraphModule, inputs: Sequence[Any], options: Options, no
     note("fused", fused)
     kernels, tuned = clock("render", _kernels(fused, options, device))
     steps = clock("plan", plan(fused, kernels))
-    if config.read("debug"):
+    if knobs.read("debug"):
         verify(steps, fused)
     retargeted = torch.device("cuda") if options.target else None
     rendered = tuple(k for k in kernels if k is not None)
-    program = Program(steps, fused.buffers, fused.inputs, fused.outputs, unfused, fused.reasons, retargeted, rendered, clock.spent, tuned)
+    program = Program(
+        steps,
+        fused.buffers,
+        fused.inputs,
+        fused.outputs,
+        unfused,
+        fused.reasons,
+        retargeted,
+        rendered,
+        clock.spent,
+        tuned,
+    )
     program.rewrites = lifted + summed + rewritten
     if known:
         program.sizes, program.atoms, program.hints = known, size_scope().atoms, size_scope().hints
@@ -158,12 +174,16 @@ def op_by_op(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _kernels(fused: Lowered, options: Options, device: Device) -> tuple[list[Kernel | None], tuple[str, ...]]:
-    """Schedule and render every cluster; None stands for an extern call. At O3 also say how each schedule was chosen."""
+    """Schedule and render every cluster; None stands for an extern call. At O3 also say how each schedule was
+    chosen.
+    """
     result: list[Kernel | None] = []
     notes = []
     for step in fused.steps:
         if isinstance(step, Extern | Foreach):
-            result.append(render_foreach(step, fused.buffers, options.numerics, device) if isinstance(step, Foreach) else None)
+            result.append(
+                render_foreach(step, fused.buffers, options.numerics, device) if isinstance(step, Foreach) else None
+            )
             continue
         assert isinstance(step, Cluster)
         ready, tiles = schedule(step, device)
@@ -172,7 +192,9 @@ def _kernels(fused: Lowered, options: Options, device: Device) -> tuple[list[Ker
             listed = [replace(c.schedule, choice=tiles.choice) for c in tiles.choice.costs if c.resident][1:MOST]
             others = [render(ready, other, fused.buffers, options.numerics) for other in listed]
             here = options.backend == "triton" and not options.target
-            found = tune([made, *others], fused.buffers) if here else Tuned(made, (), "not measured: the model's choice")
+            found = (
+                tune([made, *others], fused.buffers) if here else Tuned(made, (), "not measured: the model's choice")
+            )
             made = found.kernel
             notes.append(f"{made.name}: {found.why}")
         result.append(made)
@@ -181,20 +203,42 @@ def _kernels(fused: Lowered, options: Options, device: Device) -> tuple[list[Ker
 
 def _compile_kernels(program: Program, options: Options) -> None:
     """Compile the program's kernels: for a named target without launching, or for this process's device."""
-    unique = list({k.name: k for k in program.kernels if not k.extents}.values())  # where sizes vary, at the first launch
+    unique = list(
+        {k.name: k for k in program.kernels if not k.extents}.values()
+    )  # where sizes vary, at the first launch
     if options.target:
         specs = [
-            KernelSpec(k.source, k.name, k.params, k.constants, k.num_warps, k.num_stages, k.debug, (True,) * len(k.params), k.fp_fusion)
+            KernelSpec(
+                k.source,
+                k.name,
+                k.params,
+                k.constants,
+                k.num_warps,
+                k.num_stages,
+                k.debug,
+                (True,) * len(k.params),
+                k.fp_fusion,
+            )
             for k in unique
         ]
         done = dict(zip((k.name for k in unique), compile_kernels(specs, options.target), strict=True))
         program.kernels = tuple(replace(k, compiled=done[k.name]) for k in program.kernels)
     elif options.backend == "triton":
         compile_all(
-            kernel(k.source, name=k.name, params=k.params, constants=dict(k.constants), grid=k.grid, num_warps=k.num_warps,
-                   num_stages=k.num_stages, debug=k.debug, fp_fusion=k.fp_fusion, aligned=(True,) * len(k.params))
+            kernel(
+                k.source,
+                name=k.name,
+                params=k.params,
+                constants=dict(k.constants),
+                grid=k.grid,
+                num_warps=k.num_warps,
+                num_stages=k.num_stages,
+                debug=k.debug,
+                fp_fusion=k.fp_fusion,
+                aligned=(True,) * len(k.params),
+            )
             for k in unique
-        )  # fmt: skip
+        )
 
 
 class _Clock:
@@ -213,8 +257,8 @@ class _Clock:
 
 def dump(stage: str, value: Any) -> None:
     """Print a stage if FUSEJIT_DUMP names it, and write it to FUSEJIT_DUMP_DIR."""
-    wanted = [s for s in config.read("dump").split(",") if s]
-    folder = config.read("dump_dir")
+    wanted = [s for s in knobs.read("dump").split(",") if s]
+    folder = knobs.read("dump_dir")
     last = stage.rsplit(".", 1)[-1]
     if wanted and stage not in wanted and last not in wanted:
         return

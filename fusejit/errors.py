@@ -20,7 +20,8 @@ class CaptureError(FusejitError):
     """The Python function cannot become a graph; raised with `fullgraph=True`, recorded as a fallback otherwise.
 
     Attributes:
-        lines: the user's lines that lead to what was refused, that of the jitted function first, that of the callee last.
+        lines: the user's lines that lead to what was refused, that of the jitted function first, that of the callee
+            last.
     """
 
     def __init__(self, text: str = "", lines: Sequence[str] = ()) -> None:
@@ -37,7 +38,9 @@ class CompileError(FusejitError):
 
 
 class KernelAssertion(FusejitError):
-    """A kernel met data that its op refuses, such as a probability of 2; an index out of bounds is an IndexError, as in eager."""
+    """A kernel met data that its op refuses, such as a probability of 2; an index out of bounds is an IndexError, as in
+    eager.
+    """
 
 
 class Unsupported(FusejitError):
@@ -47,7 +50,8 @@ class Unsupported(FusejitError):
         op: the op or construct, as the user knows it (``"torch.autograd.Function"``).
         reason: why it is refused, and what to do instead.
         line: ``"file.py:12: y = f(x)"``, or ``""`` when no line of the user's is known.
-        in_python: the refusal is of the Python around the tensors, which another capture mode may get around; False where the
+        in_python: the refusal is of the Python around the tensors, which another capture mode may get around; False
+            where the
             tensors, their devices or their gradients are refused, which no way of reading the Python changes.
     """
 
@@ -66,7 +70,9 @@ _RAISED = _Raised()
 
 @contextlib.contextmanager
 def refusals() -> Iterator[list[Exception]]:
-    """Collect the refusals that this thread makes inside the block, those that the user's own `except` catches included."""
+    """Collect the refusals that this thread makes inside the block, those that the user's own `except` catches
+    included.
+    """
     before, _RAISED.seen = _RAISED.seen, []
     try:
         yield _RAISED.seen

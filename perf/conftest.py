@@ -14,7 +14,13 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "tests"),
+    str(ROOT / "perf"),
+    str(ROOT / "perf" / "lib"),
+    str(ROOT / "tests" / "laws"),
+]
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +31,7 @@ def gpu() -> bool:
 @pytest.fixture(scope="session")
 def origin() -> dict[str, str]:
     """The part of `extra_info` that every benchmark of a run shares."""
-    from fusejit.bench import commit, versions
+    from fusejit.tools.bench import commit, versions
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {"device": device, "commit": commit()} | {f"{name}_version": text for name, text in versions().items()}
@@ -33,7 +39,9 @@ def origin() -> dict[str, str]:
 
 @pytest.fixture
 def record(benchmark, origin):
-    """`record(microseconds, **extra_info)` makes times that were measured elsewhere this benchmark's, and appends it to PERF_JOURNAL."""
+    """`record(microseconds, **extra_info)` makes times that were measured elsewhere this benchmark's, and appends it to
+    PERF_JOURNAL.
+    """
 
     def run(times: list[float], **info):
         benchmark.extra_info.update(origin | {key: value for key, value in info.items() if value is not None})
@@ -53,7 +61,7 @@ def measure(benchmark, origin, gpu, record):
 
     def run(call, *, rounds: int = 30, **info):
         if gpu:
-            from fusejit.bench import device_us
+            from fusejit.tools.bench import device_us
 
             return record(device_us(call), **info)
         benchmark.extra_info.update(origin | {key: value for key, value in info.items() if value is not None})
@@ -63,7 +71,9 @@ def measure(benchmark, origin, gpu, record):
 
 
 class Replay:
-    """A clock that pytest-benchmark reads before and after each round and that shows what CUDA events measured in it."""
+    """A clock that pytest-benchmark reads before and after each round and that shows what CUDA events measured in
+    it.
+    """
 
     def __init__(self, microseconds: list[float]) -> None:
         self._readings = iter([reading for time in microseconds for reading in (0.0, time * 1e-6)])

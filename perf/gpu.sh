@@ -13,7 +13,7 @@
 # Needs Python 3.11+, torch, triton, numpy, jinja2, pytest, pytest-benchmark, and transformers for models and compile. Writes one JSON a part to
 # $OUT (perf/results unless set); set FUSEJIT_COMMIT where the tree has no git.
 # kernels starts no case after $BUDGET seconds (430), says the number of the next one, and goes on there with FROM=number; SELECTOR is what
-# pytest's -k takes ("softmax and bfloat16"). Rows are written to the JSON's .jsonl sibling as they come: perf/report.py reads both.
+# pytest's -k takes ("softmax and bfloat16"). Rows are written to the JSON's .jsonl sibling as they come: perf/scripts/report.py reads both.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 part=${1:?usage: perf/gpu.sh correctness|opinfo|blocks|kernels|peer|models|compile|launch|seeds|bench}
@@ -28,19 +28,19 @@ limit() { timeout --kill-after=10 530 "$@"; }
 benchmarks() { limit "$python" -m pytest -q -p no:cacheprovider --override-ini addopts= --benchmark-json="$json" --benchmark-columns=median,min,rounds "$@"; }
 
 case $part in
-  correctness) limit "$python" -m pytest -q -m gpu tests --ignore=tests/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
-  opinfo) limit "$python" -m pytest -q -m gpu tests/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
-  blocks) benchmarks perf/test_blocks.py::test_block -k "not torch.compile" ;;
+  correctness) limit "$python" -m pytest -q -m gpu tests --ignore=tests/laws/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
+  opinfo) limit "$python" -m pytest -q -m gpu tests/laws/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
+  blocks) benchmarks perf/bench/test_blocks.py::test_block -k "not torch.compile" ;;
   kernels)
     json="$out/$device-$part${FROM:+-from-$FROM}.json"
     export PERF_BUDGET=${BUDGET:-430} PERF_FROM=${FROM:-0} PERF_JOURNAL="${json}l"
     rm -f "$PERF_JOURNAL"
-    benchmarks perf/test_kernels.py --tb=line --show-capture=no --benchmark-quiet -rs -k "${2:-test_kernel}" ;;
-  peer) benchmarks perf/test_blocks.py::test_block -k torch.compile ;;
-  models) benchmarks perf/test_blocks.py::test_model ;;
-  compile) benchmarks perf/test_compile.py ;;
-  launch) benchmarks perf/test_launch.py -k "${2:-test_call}" ;;
-  seeds) benchmarks perf/test_seeds.py --benchmark-quiet ;;
+    benchmarks perf/bench/test_kernels.py --tb=line --show-capture=no --benchmark-quiet -rs -k "${2:-test_kernel}" ;;
+  peer) benchmarks perf/bench/test_blocks.py::test_block -k torch.compile ;;
+  models) benchmarks perf/bench/test_blocks.py::test_model ;;
+  compile) benchmarks perf/bench/test_compile.py ;;
+  launch) benchmarks perf/bench/test_launch.py -k "${2:-test_call}" ;;
+  seeds) benchmarks perf/bench/test_seeds.py --benchmark-quiet ;;
   bench) limit "$python" -m fusejit bench --json "$json" ;;
   *) echo "no part $part" >&2; exit 2 ;;
 esac

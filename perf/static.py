@@ -1,11 +1,13 @@
-"""What a kernel benchmark can tell without a GPU: `python perf/static.py [WORD ...] [--all] [--peer PATH] [--json FILE] [--target sm_90]`.
+"""What a kernel benchmark can tell without a GPU: `python perf/static.py [WORD ...] [--all] [--peer PATH] [--json FILE]
+[--target sm_90]`.
 
-In: the cases of cases.py whose id holds every WORD (bfloat16 only, unless --all). Out: a table and, on request, JSON, and a status of 1
-where a case fails or breaks a rule of criteria.py (spills, inputs read twice, narrow loads, idle multiprocessors, bytes, launches): for
-each case launches, bytes read and written against the least, registers, spills, 16-byte loads of all loads, the smallest grid, seconds of
-code generation and of kernel compilation (a kernel that an earlier case had compiled takes none), the templates. With --peer, the path of
-a script whose `inductor(fn, args, grad=, compile=)` compiles what torch.compile would launch on such a GPU, the same figures of
-torch.compile stand in brackets. Nothing is timed on a device. The whole table with the peer takes about five minutes on two cores.
+In: the cases of cases.py whose id holds every WORD (bfloat16 only, unless --all). Out: a table and, on request, JSON,
+and a status of 1 where a case fails or breaks a rule of criteria.py (spills, inputs read twice, narrow loads, idle
+multiprocessors, bytes, launches): for each case launches, bytes read and written against the least, registers, spills,
+16-byte loads of all loads, the smallest grid, seconds of code generation and of kernel compilation (a kernel that an
+earlier case had compiled takes none), the templates. With --peer, the path of a script whose `inductor(fn, args, grad=,
+compile=)` compiles what torch.compile would launch on such a GPU, the same figures of torch.compile stand in brackets.
+Nothing is timed on a device. The whole table with the peer takes about five minutes on two cores.
 
     case     pass     shape        launches  MB moved  least  regs   spills  wide  ...
     softmax  forward  16384x4096   1 (1)     268.4     268.4  40 (32)  0 (0)  4/4 (2)
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(HERE.parent), str(HERE), str(HERE / "lib")]
 
 import torch  # noqa: E402
 from cases import CASES, Case  # noqa: E402
@@ -44,8 +46,8 @@ SAME = 1.01  # times the peer's bytes: one of the two may count a value a row th
 class Figures:
     """The kernels of one case, ours or the peer's. What one of the two does not tell is None.
 
-    `regs`: of the worst kernel; `spills`: bytes a thread spilled (peer: its stack), all kernels; `wide`: 16-byte loads in the PTX, `loads`:
-    all global loads there; `programs`: of the smallest grid.
+    `regs`: of the worst kernel; `spills`: bytes a thread spilled (peer: its stack), all kernels; `wide`: 16-byte loads
+    in the PTX, `loads`: all global loads there; `programs`: of the smallest grid.
     """
 
     launches: int
@@ -85,7 +87,10 @@ class Row:
         mine, peers = (f.launches + f.externs for f in (self.ours, self.peer))
         more = [f"{mine} launches, torch.compile {peers}"] if self.more_launches else []
         if self.more_bytes:
-            more.append(f"{(self.ours.bytes_moved or 0) / 1e6:.1f} MB moved, torch.compile {(self.peer.bytes_moved or 0) / 1e6:.1f}")
+            more.append(
+                f"{(self.ours.bytes_moved or 0) / 1e6:.1f} MB moved, torch.compile "
+                f"{(self.peer.bytes_moved or 0) / 1e6:.1f}"
+            )
         return [*self.ours.violations, *more]
 
     @property
@@ -102,8 +107,17 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         case = self.case
-        about = {"case": case.name, "pass": case.pass_, "dtype": case.dtype_name, "shape": list(case.shape), "length": case.length}
-        both = {name: asdict(f) if f is not None else None for name, f in (("fusejit", self.ours), ("torch.compile", self.peer))}
+        about = {
+            "case": case.name,
+            "pass": case.pass_,
+            "dtype": case.dtype_name,
+            "shape": list(case.shape),
+            "length": case.length,
+        }
+        both = {
+            name: asdict(f) if f is not None else None
+            for name, f in (("fusejit", self.ours), ("torch.compile", self.peer))
+        }
         return (
             about
             | {"bytes_minimum": self.bytes_minimum}
@@ -112,7 +126,7 @@ class Row:
         )
 
 
-# -- ours ------------------------------------------------------------------------------------------------------------------------------
+# -- ours --------------------------------------------------------------------------------------------------------------
 def least(case: Case) -> tuple[int, int]:
     """The bytes that have to be read, and written, from shapes alone."""
     args = case.make("meta")
@@ -129,7 +143,9 @@ def ours(case: Case, target: str) -> Figures:
     args = block.make_untouched(case.shape, case.dtype)
     with torch.set_grad_enabled(case.pass_ != "forward"):
         found = compile_for(block.fn, args, target=target, name=case.name)
-        halves = {"forward": (found.forward,), "backward": (found.backward,), "both": (found.forward, found.backward)}[case.pass_]
+        halves = {"forward": (found.forward,), "backward": (found.backward,), "both": (found.forward, found.backward)}[
+            case.pass_
+        ]
     runs = [run for program in halves for run in program.runs]  # parts of a product are Programs that run several times
     kernels = [k for program, count in runs for k in program.kernels * count]
     stages = [ms for program, _ in runs for stage, ms in program.compile_ms.items() if stage != "kernels"]
@@ -151,7 +167,7 @@ def ours(case: Case, target: str) -> Figures:
     )
 
 
-# -- the peer, in a process of its own -------------------------------------------------------------------------------------------------
+# -- the peer, in a process of its own ---------------------------------------------------------------------------------
 def serve(path: str) -> None:
     """Answer case ids on stdin with one line of JSON each, made by the script at `path`; stdout holds nothing else."""
     answers = os.fdopen(os.dup(1), "w")
@@ -164,12 +180,16 @@ def serve(path: str) -> None:
         try:
             answer: dict[str, Any] = asdict(theirs(by_id[line.strip()], peer.inductor, moved))
         except Exception as error:  # one case that it cannot compile must not hide the others
-            answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
+            answer = {
+                "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            }
         print(json.dumps(answer), file=answers, flush=True)
 
 
 def count_bytes() -> list[int]:
-    """Let the peer note the bytes of each graph's kernels, every operand once, as they are generated; return the list that it fills."""
+    """Let the peer note the bytes of each graph's kernels, every operand once, as they are generated; return the list
+    that it fills.
+    """
     from torch._inductor.graph import GraphLowering
 
     moved: list[int] = []
@@ -206,7 +226,9 @@ def theirs(case: Case, inductor: Callable[..., dict[str, Any]], moved: list[int]
     args = [mode.from_tensor(a.detach()) if isinstance(a, torch.Tensor) else a for a in plain]
 
     def fn(*given: Any) -> Any:  # the peer asks for gradients of every floating argument
-        return block.fn(*(a.detach() if f and isinstance(a, torch.Tensor) else a for a, f in zip(given, fixed, strict=True)))
+        return block.fn(
+            *(a.detach() if f and isinstance(a, torch.Tensor) else a for a, f in zip(given, fixed, strict=True))
+        )
 
     moved.clear()
     phases = inductor(fn, args, grad=case.pass_ != "forward", compile=True)
@@ -252,7 +274,7 @@ def ask_peer(path: Path, rows: Sequence[Row]) -> None:
         process.stdin.close()
 
 
-# -- the table -------------------------------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 def _pair(row: Row, get: Callable[[Figures], Any], text: str) -> str:
     mine = format(get(row.ours), text) if row.ours else NONE
     return mine if row.peer is None else f"{mine} ({format(get(row.peer), text)})"
@@ -275,7 +297,10 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("moved/least", lambda r: f"{r.ours.bytes_moved / r.bytes_minimum:.2f}" if r.ours else NONE),
     ("regs", lambda r: _pair(r, lambda f: f.regs, "d")),
     ("spills", lambda r: _pair(r, lambda f: f.spills, "d")),
-    ("wide loads", lambda r: (f"{r.ours.wide}/{r.ours.loads}" if r.ours else NONE) + (f" ({r.peer.wide})" if r.peer else "")),
+    (
+        "wide loads",
+        lambda r: (f"{r.ours.wide}/{r.ours.loads}" if r.ours else NONE) + (f" ({r.peer.wide})" if r.peer else ""),
+    ),
     ("programs", lambda r: str(r.ours.programs) if r.ours else NONE),
     ("codegen s", lambda r: _pair(r, lambda f: f.codegen_s, ".3f")),
     ("compile s", lambda r: _pair(r, lambda f: f.compile_s, ".2f")),
@@ -287,16 +312,24 @@ def table(rows: Sequence[Row], about: dict[str, Any]) -> str:
     lines = [[title for title, _ in COLUMNS], *([cell(row) for _, cell in COLUMNS] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
     left = (*range(4), len(COLUMNS) - 1)
-    text = ["  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))).rstrip() for line in lines]
+    text = [
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))).rstrip()
+        for line in lines
+    ]
     text.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join([*text, "", *summary(rows), "; ".join(f"{key} {value}" for key, value in about.items())]) + "\n"
 
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """What stands out: spills, bytes beyond the least, launches beyond the peer's, grids that leave an H100 idle, failures."""
+    """What stands out: spills, bytes beyond the least, launches beyond the peer's, grids that leave an H100 idle,
+    failures.
+    """
     done = [row for row in rows if row.ours]
     beyond = [r for r in done if (r.ours.bytes_moved or 0) > 1.05 * r.bytes_minimum]
-    yield "ours, torch.compile's in brackets (its spills: stack bytes; its bytes: each operand of each kernel once, as ours)"
+    yield (
+        "ours, torch.compile's in brackets (its spills: stack bytes; its bytes: each operand of each kernel once, as "
+        "ours)"
+    )
     for title, found in (
         ("spill", [r for r in done if r.ours.spills]),
         ("move over 1.05 times the least", beyond),
@@ -312,13 +345,17 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     yield from (f"failed in the peer's script: {r.case.id}: {r.peer_failed}" for r in rows if r.peer_failed)
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------------------
+# -- the command -------------------------------------------------------------------------------------------------------
 def select(words: Sequence[str], every: bool) -> list[Case]:
     """The cases whose id holds every word, those of bfloat16 unless `every`."""
-    return [case for case in CASES if all(word in case.id for word in words) and (every or case.dtype is torch.bfloat16)]
+    return [
+        case for case in CASES if all(word in case.id for word in words) and (every or case.dtype is torch.bfloat16)
+    ]
 
 
-def count(cases: Sequence[Case], target: str, peer: Path | None, show: Callable[[str], None] = lambda text: None) -> list[Row]:
+def count(
+    cases: Sequence[Case], target: str, peer: Path | None, show: Callable[[str], None] = lambda text: None
+) -> list[Row]:
     """Compile every case, ours here and the peer's in its process meanwhile."""
     from fusejit.errors import FusejitError
 
@@ -339,7 +376,9 @@ def count(cases: Sequence[Case], target: str, peer: Path | None, show: Callable[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Kernels, bytes, registers and compile times of the kernel benchmarks, without a GPU.")
+    parser = argparse.ArgumentParser(
+        description="Kernels, bytes, registers and compile times of the kernel benchmarks, without a GPU."
+    )
     parser.add_argument("words", nargs="*", help="keep cases whose id holds all of these: softmax forward 4096")
     parser.add_argument("--all", action="store_true", help="float32 as well")
     parser.add_argument("--peer", type=Path, help="the script that shows what torch.compile would launch")
@@ -350,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.serve:
         serve(given.serve)
         return 0
-    from fusejit.bench import commit, progress, versions
+    from fusejit.tools.bench import commit, progress, versions
 
     cases = select(given.words, given.all)
     if not cases:

@@ -1,6 +1,7 @@
 """What every test shares: the interpreter, the markers, the flags.
 
-Without a GPU the kernels run in Triton's interpreter, which has to be switched on before triton is imported, hence here and first. With
+Without a GPU the kernels run in Triton's interpreter, which has to be switched on before triton is imported, hence here
+and first. With
 `-m gpu` it stays off, and the tests marked `gpu` and all that take the fixture `device` run on the device.
 """
 
@@ -8,13 +9,19 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
+
+# a test file takes helpers from others, in whatever folder they are
+sys.path += [str(folder) for folder in sorted(Path(__file__).parent.rglob("*")) if any(folder.glob("test_*.py"))]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-    parser.addoption("--opinfo", choices=("ci", "all"), default="ci", help="torch's op database: the subset of CI, or all")
+    parser.addoption(
+        "--opinfo", choices=("ci", "all"), default="ci", help="torch's op database: the subset of CI, or all"
+    )
     parser.addoption("--opinfo-dtype", default="float32", help="the dtype of its samples")
     parser.addoption("--update-golden", action="store_true", help="rewrite the committed kernels under tests/golden")
 
@@ -67,7 +74,9 @@ def backend() -> str:
 
 @pytest.fixture(scope="session")
 def spilled() -> int:
-    """Bytes that a kernel at the edge of a thread's registers may spill: Triton 3.6 makes up to 64 of the text of which 3.7 makes none."""
+    """Bytes that a kernel at the edge of a thread's registers may spill: Triton 3.6 makes up to 64 of the text of which
+    3.7 makes none.
+    """
     import triton
 
     return 64 if triton.__version__.startswith("3.6.") else 0

@@ -1,4 +1,5 @@
-"""Shared by the tests of the front: a jitted function against eager, on the eager backend and on a stand-in for the compiler.
+"""Shared by the tests of the front: a jitted function against eager, on the eager backend and on a stand-in for the
+compiler.
 
 Also functions with control flow on tensors, which several files try.
 """

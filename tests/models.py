@@ -1,6 +1,7 @@
 """Blocks of models from transformers, from random configurations: nothing is downloaded.
 
-In: a name of `MODELS` and sizes. Out: `(module, inputs)`: `module(*inputs)` is one tensor, every parameter is drawn from a fixed seed.
+In: a name of `MODELS` and sizes. Out: `(module, inputs)`: `module(*inputs)` is one tensor, every parameter is drawn
+from a fixed seed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 
 class First(nn.Module):
-    """Calls `block(*inputs, **fixed)` and returns its hidden states alone; a pair of extra inputs becomes `position_embeddings`."""
+    """Calls `block(*inputs, **fixed)` and returns its hidden states alone; a pair of extra inputs becomes
+    `position_embeddings`.
+    """
 
     def __init__(self, block: nn.Module, **fixed: object) -> None:
         super().__init__()
@@ -25,8 +28,17 @@ class First(nn.Module):
 
 
 def _decoder(config_class, layer_class, rotary_class, width=32, inner=48, heads=2, length=6, batch=2, **more):
-    config = config_class(hidden_size=width, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=heads,
-                          head_dim=width // heads, num_hidden_layers=1, use_cache=False, attn_implementation="sdpa", **more)  # fmt: skip
+    config = config_class(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=width // heads,
+        num_hidden_layers=1,
+        use_cache=False,
+        attn_implementation="sdpa",
+        **more,
+    )
     x = torch.randn(batch, length, width)
     cos, sin = rotary_class(config)(x, torch.arange(length)[None])
     return First(layer_class(config, 0), use_cache=False), (x, cos, sin)
@@ -69,7 +81,9 @@ def bert(width=32, heads=2, inner=48, length=6, batch=2):
 def vit(width=32, heads=2, inner=48, length=7, batch=2):
     from transformers.models.vit.modeling_vit import ViTConfig, ViTLayer
 
-    config = ViTConfig(hidden_size=width, num_attention_heads=heads, intermediate_size=inner, attn_implementation="sdpa")
+    config = ViTConfig(
+        hidden_size=width, num_attention_heads=heads, intermediate_size=inner, attn_implementation="sdpa"
+    )
     return First(ViTLayer(config)), (torch.randn(batch, length, width),)
 
 
@@ -82,13 +96,17 @@ def convnext(width=8, side=8, batch=2):
 def t5(width=32, heads=2, inner=48, length=6, batch=2):
     from transformers.models.t5.modeling_t5 import T5Block, T5Config
 
-    config = T5Config(d_model=width, d_kv=width // heads, d_ff=inner, num_heads=heads, dropout_rate=0.0, use_cache=False)
-    return First(T5Block(config, has_relative_attention_bias=True), use_cache=False), (torch.randn(batch, length, width),)
+    config = T5Config(
+        d_model=width, d_kv=width // heads, d_ff=inner, num_heads=heads, dropout_rate=0.0, use_cache=False
+    )
+    return First(T5Block(config, has_relative_attention_bias=True), use_cache=False), (
+        torch.randn(batch, length, width),
+    )
 
 
 MODELS: dict[str, Callable] = {f.__name__: f for f in (llama, bert, gpt2, vit, convnext, t5, qwen2, gemma)}
 
-# Sizes of the comparison with torch.compile (tests/test_peer.py) and of the timings in perf/.
+# Sizes of the comparison with torch.compile (tests/laws/test_peer.py) and of the timings in perf/.
 REAL = {
     "llama": {"width": 1024, "inner": 2816, "heads": 8, "length": 256},
     "gpt2": {"width": 768, "heads": 12, "length": 256},
@@ -102,7 +120,9 @@ def make(name: str, **sizes: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(0)
     module, inputs = MODELS[name](**sizes)
     for parameter in module.parameters():  # some blocks start with zeros or ones, which hide mistakes
-        nn.init.normal_(parameter, 1.0 if parameter.ndim < 2 else 0.0, 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5)
+        nn.init.normal_(
+            parameter, 1.0 if parameter.ndim < 2 else 0.0, 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+        )
     return module.train(), (inputs[0].requires_grad_(), *inputs[1:])
 
 
@@ -129,21 +149,37 @@ def _whole_llama():
 def _whole_bert():
     from transformers import BertConfig, BertModel
 
-    config = _small(vocab_size=64, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = _small(
+        vocab_size=64, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
     return BertModel(BertConfig(**config))
 
 
 def _whole_gpt2():
     from transformers import GPT2Config, GPT2Model
 
-    return GPT2Model(GPT2Config(n_embd=32, n_head=2, n_layer=2, n_positions=16, vocab_size=64, attn_pdrop=0.0, resid_pdrop=0.0,
-                                embd_pdrop=0.0, use_cache=False, attn_implementation="sdpa"))  # fmt: skip
+    return GPT2Model(
+        GPT2Config(
+            n_embd=32,
+            n_head=2,
+            n_layer=2,
+            n_positions=16,
+            vocab_size=64,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
 
 
 def _whole_vit():
     from transformers import ViTConfig, ViTModel
 
-    return ViTModel(ViTConfig(**_small(image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)))
+    return ViTModel(
+        ViTConfig(**_small(image_size=8, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    )
 
 
 def _whole_convnext():

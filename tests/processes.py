@@ -1,4 +1,5 @@
-"""What tests/test_processes.py runs in processes of its own: `python processes.py NAME`; exit status 0 says that all of it held.
+"""What tests/api/test_processes.py runs in processes of its own: `python processes.py NAME`; exit status 0 says that
+all of it held.
 
 $ python tests/processes.py forks
 forks: ok
@@ -45,7 +46,9 @@ def loaders(method: str) -> None:
     rows = Rows()
     wanted = [rows[number] for number in range(8)]
     assert scaled.cache_info().misses == 2
-    loader = torch.utils.data.DataLoader(rows, batch_size=None, num_workers=2, multiprocessing_context=method, timeout=60)
+    loader = torch.utils.data.DataLoader(
+        rows, batch_size=None, num_workers=2, multiprocessing_context=method, timeout=60
+    )
     for got, want in zip(loader, wanted, strict=True):
         torch.testing.assert_close(got, list(want))
 
@@ -106,15 +109,15 @@ def fork_during_capture() -> None:
 
 def fork_while_locked() -> None:
     """Another thread holds every lock but the one that forks wait for."""
-    from fusejit import forks
+    from fusejit import fork_locks
 
     f = fusejit.jit(lambda x: x * 2, backend=BACKEND)
     f(torch.ones(2))
-    assert any(lock is f._lock for lock in forks._renewed)
+    assert any(lock is f._lock for lock in fork_locks._renewed)
     held, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        for lock in list(forks._renewed):
+        for lock in list(fork_locks._renewed):
             lock.acquire()
         held.set()
         leave.wait()
@@ -140,26 +143,29 @@ def fork_inside_capture() -> None:
 
 def fork_with_compile_workers() -> None:
     """A child starts compile workers of its own, and its end leaves the parent's alone."""
-    from fusejit.runtime import workers
+    from fusejit.runtime import compile_workers
 
     def compiled(block: int) -> None:
-        source = "@triton.jit\ndef k(x, B: tl.constexpr):\n    i = tl.arange(0, B)\n    tl.store(x + i, tl.load(x + i) + 1)\n"
-        spec = workers.KernelSpec(source, "k", ("*fp32",), (("B", block),))
-        assert workers.compile_kernels([spec])[0].cubin
+        source = (
+            "@triton.jit\ndef k(x, B: tl.constexpr):\n    i = tl.arange(0, B)\n    tl.store(x + i, tl.load(x + i) + "
+            "1)\n"
+        )
+        spec = compile_workers.KernelSpec(source, "k", ("*fp32",), (("B", block),))
+        assert compile_workers.compile_kernels([spec])[0].cubin
 
     compiled(32)
-    before = list(workers._idle)
+    before = list(compile_workers._idle)
     assert before and all(worker.alive for worker in before)
 
     def work() -> None:
-        assert not workers._idle
+        assert not compile_workers._idle
         compiled(64)
-        workers.close_workers()
+        compile_workers.close_workers()
 
     child(work)
-    assert workers._idle == before and all(worker.alive for worker in before)
+    assert compile_workers._idle == before and all(worker.alive for worker in before)
     compiled(128)
-    assert workers._idle == before
+    assert compile_workers._idle == before
 
 
 def forks() -> None:
@@ -193,7 +199,9 @@ class Counted(torch.autograd.Function):
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4)
+    )
 
 
 def wrapped(kind: str, backend: str):

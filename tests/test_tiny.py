@@ -1,4 +1,6 @@
-"""Every feature once: the first file to open. Each test is a complete use of fusejit, without a GPU (in Triton's interpreter)."""
+"""Every feature once: the first file to open. Each test is a complete use of fusejit, without a GPU (in Triton's
+interpreter).
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,11 @@ def test_what_cannot_be_fused_is_called_and_reported(fuse, device):
     f, x = fuse(lambda x: (x @ x.t()).relu().sort().values * 2), torch.randn(6, 3, device=device)
     assert_close(f(x), (x @ x.t()).relu().sort().values * 2)
     report = f.explain(x)
-    assert report.launches == 2 and any("mm" in str(e) for e in report.externs) and any("sort" in str(e) for e in report.externs)
+    assert (
+        report.launches == 2
+        and any("mm" in str(e) for e in report.externs)
+        and any("sort" in str(e) for e in report.externs)
+    )
 
 
 def test_explain_counts_bytes(fuse, device):
@@ -102,9 +108,19 @@ def test_explain_counts_bytes(fuse, device):
 def test_dtypes_casts_and_reductions(fuse, device):
     def f(x, index, mask, half=torch.bfloat16):
         h = x.to(half) * 2
-        return h.float().var(-1), h[index].amax(0), x.masked_fill(mask, -1.0).argmax(-1), mask.any(), x.to(torch.int8) // 3
+        return (
+            h.float().var(-1),
+            h[index].amax(0),
+            x.masked_fill(mask, -1.0).argmax(-1),
+            mask.any(),
+            x.to(torch.int8) // 3,
+        )
 
-    args = (torch.randn(6, 9, device=device) * 4, torch.tensor([0, 5, 5], device=device), torch.rand(6, 9, device=device) > 0.5)
+    args = (
+        torch.randn(6, 9, device=device) * 4,
+        torch.tensor([0, 5, 5], device=device),
+        torch.rand(6, 9, device=device) > 0.5,
+    )
     (variance, largest, *rest), (exact, exact_largest, *_) = fuse(f)(*args), f(*args, torch.float32)
     assert_close(variance, exact)  # a fused chain stays float32 where eager rounds to bfloat16 in its middle
     assert_close(largest, exact_largest.bfloat16())
@@ -116,7 +132,10 @@ def test_dropout_and_autocast(fuse, device):
     assert (dropped := fuse(lambda x: F.dropout(x, 0.25))(torch.ones(64, 64, device=device))).unique().numel() == 2
     assert 0.7 < (dropped != 0).float().mean() < 0.8
     with torch.autocast(device, dtype=torch.bfloat16):
-        assert fuse(lambda a, b: (a @ b).relu())(torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)).dtype == torch.bfloat16
+        assert (
+            fuse(lambda a, b: (a @ b).relu())(torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)).dtype
+            == torch.bfloat16
+        )
 
 
 def test_errors_name_the_way_out(fuse, device):

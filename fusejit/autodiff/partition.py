@@ -1,7 +1,8 @@
 """Partition: the joint graph cut into a forward and a backward graph.
 
-In: the joint graph of `joint.py`. Out: `Halves`: forward (results, then saved tensors), backward (saved tensors and tangents to
-gradients). What is cheap is recomputed in the backward instead of saved: torch's min-cut partitioner decides.
+In: the joint graph of `joint.py`. Out: `Halves`: forward (results, then saved tensors), backward (saved tensors and
+tangents to gradients). What is cheap is recomputed in the backward instead of saved: torch's min-cut partitioner
+decides.
 
     >>> halves = partition(joint, inputs, 1, 3)
     >>> halves.saved
@@ -43,7 +44,9 @@ class Halves:
 
 def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
     """Cut the joint graph; `inputs` are its example inputs and `results` the number of forward results."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition  # costs seconds of import: only when compiling
+    from torch._functorch.partitioners import (
+        min_cut_rematerialization_partition,
+    )  # costs seconds of import: only when compiling
 
     with floats_as_tensors(joint):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=results)
@@ -66,7 +69,9 @@ def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
 
 @contextlib.contextmanager
 def floats_as_tensors(joint: GraphModule) -> Iterator[None]:
-    """Let torch's partitioner take floats that vary for tensors of one element: it saves none of the former for the backward."""
+    """Let torch's partitioner take floats that vary for tensors of one element: it saves none of the former for the
+    backward.
+    """
     changed = [node for node in joint.graph.nodes if isinstance(node.meta.get("val"), torch.SymFloat)]
     for node in changed:
         node.meta |= {FLOAT: node.meta["val"], "val": torch.empty((), dtype=torch.float64, device="meta")}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError, Unsupported
-from . import tree
+from . import pytree
 
 Tensor = torch.Tensor
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -29,9 +29,13 @@ def refuse_tensor(value: Tensor, what: str) -> None:
         from torch._subclasses.fake_tensor import FakeTensor
 
         if not isinstance(value, FakeTensor):
-            raise Unsupported(f"{what} of type {type(value).__name__}", "tensor subclasses run eagerly", in_python=False)
+            raise Unsupported(
+                f"{what} of type {type(value).__name__}", "tensor subclasses run eagerly", in_python=False
+            )
     if value.is_neg() or value.is_conj():
-        raise Unsupported(f"{what} that is a conjugate or negative view", "kernels read its memory as it is", in_python=False)
+        raise Unsupported(
+            f"{what} that is a conjugate or negative view", "kernels read its memory as it is", in_python=False
+        )
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         raise Unsupported(f"{what} with layout {value.layout}", "only strided tensors are captured", in_python=False)
 
@@ -46,12 +50,14 @@ def check_arguments(structure: Any, leaves: list[Any]) -> None:
             raise ArgumentError(f"argument {name} is a numpy array: pass torch.from_numpy({name}) instead")
         elif hasattr(type(leaf), "__next__"):
             reason = "it can be read only once; pass a list or a tuple"
-            raise ArgumentError(f"argument {argument_name(structure, number)} is an iterator ({type(leaf).__name__}): {reason}")
+            raise ArgumentError(
+                f"argument {argument_name(structure, number)} is an iterator ({type(leaf).__name__}): {reason}"
+            )
 
 
 def argument_name(structure: Any, number: int) -> str:
     """Name a leaf of (args, kwargs): ``args[0]`` or ``mask``."""
-    path = tree.paths(structure)[number]
+    path = pytree.paths(structure)[number]
     if path.startswith("[0]"):
         return "args" + path[3:]
     keyword, _, rest = path[3:].partition("]")

@@ -1,6 +1,8 @@
-"""`mutable`: Python arguments that vary without making a new program: their numbers become tensors that the program reads.
+"""`mutable`: Python arguments that vary without making a new program: their numbers become tensors that the program
+reads.
 
-In: a number, list, tuple or dict. Out: the same value, marked; where it meets a jitted function its numbers are inputs of the graph.
+In: a number, list, tuple or dict. Out: the same value, marked; where it meets a jitted function its numbers are inputs
+of the graph.
 
     >>> scaled = fusejit.jit(lambda x, factor: x * factor)
     >>> for factor in (2.0, 3.0):
@@ -20,7 +22,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """The structure of a marked container: its class, the keys of a dict, and whether other lengths belong to the same program."""
+    """The structure of a marked container: its class, the keys of a dict, and whether other lengths belong to the same
+    program.
+    """
 
     cls: type
     keys: tuple[Any, ...] = ()
@@ -46,7 +50,9 @@ class MutableInt(Mutable, int):
 
 class MutableFloat(Mutable, float):
     def take_apart(self, leaves: list[Any], flatten: Callable) -> Any:
-        leaves.append(torch.tensor(float(self), dtype=torch.float64))  # as exact as Python's; beside float tensors it takes their dtype
+        leaves.append(
+            torch.tensor(float(self), dtype=torch.float64)
+        )  # as exact as Python's; beside float tensors it takes their dtype
         return None
 
 
@@ -77,7 +83,13 @@ class MutableDict(Container, dict):
     plain = dict
 
 
-MARKED: dict[type, type] = {int: MutableInt, float: MutableFloat, list: MutableList, tuple: MutableTuple, dict: MutableDict}
+MARKED: dict[type, type] = {
+    int: MutableInt,
+    float: MutableFloat,
+    list: MutableList,
+    tuple: MutableTuple,
+    dict: MutableDict,
+}
 
 
 def mark(value: Any) -> Any:
@@ -93,19 +105,23 @@ def mutable(value: Any, dynamic_len: bool = True) -> Any:
         value: an int, a float, or a list, tuple or dict, nested as you like, of these and tensors.
         dynamic_len: whether containers of other lengths belong to the same program too.
 
-    Inside the jitted function a marked int is a 0-d int64 tensor and a marked float a 0-d float64 tensor, which beside float tensors
-    take on the others' dtype as Python's numbers do (beside integer tensors the result is float64); they work wherever torch takes
-    a tensor, and cannot decide an `if`, a shape or an index of Python's. Everywhere else the value is what it was: an int, a list.
+    Inside the jitted function a marked int is a 0-d int64 tensor and a marked float a 0-d float64 tensor, which beside
+    float tensors take on the others' dtype as Python's numbers do (beside integer tensors the result is float64); they
+    work wherever torch takes a tensor, and cannot decide an `if`, a shape or an index of Python's. Everywhere else the
+    value is what it was: an int, a list.
 
-    A container's length is part of the program, which unrolls what loops over it. With `dynamic_len` the first length that is
-    compiled stays the only one: a call with another runs eagerly, with that reason in `explain()`; without it, each length compiles.
+    A container's length is part of the program, which unrolls what loops over it. With `dynamic_len` the first length
+    that is compiled stays the only one: a call with another runs eagerly, with that reason in `explain()`; without it,
+    each length compiles.
 
     Raises:
         TypeError: the value cannot be marked; a tensor needs no mark.
     """
     if type(value) not in MARKED:
         reason = "a tensor varies without it" if isinstance(value, torch.Tensor) else "it chooses between programs"
-        raise TypeError(f"fusejit.mutable takes an int, float, list, tuple or dict, not {type(value).__name__}: {reason}")
+        raise TypeError(
+            f"fusejit.mutable takes an int, float, list, tuple or dict, not {type(value).__name__}: {reason}"
+        )
     made = mark(value)
     if isinstance(made, Container) and not dynamic_len:
         made.any_length = False
@@ -113,7 +129,9 @@ def mutable(value: Any, dynamic_len: bool = True) -> Any:
 
 
 def family(structure: Any) -> Any:
-    """A structure without the lengths that `mutable` has marked: equal for calls that one program would have to serve."""
+    """A structure without the lengths that `mutable` has marked: equal for calls that one program would have to
+    serve.
+    """
     if not isinstance(structure, tuple):
         return structure
     if structure and isinstance(structure[0], Varying) and structure[0].any_length:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import Unsupported
-from . import tree
+from . import pytree
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,21 @@ class Constant:
     value: Any
 
 
-OUTPUT_VALUES = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), type)
+OUTPUT_VALUES = (
+    int,
+    float,
+    bool,
+    str,
+    bytes,
+    complex,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    slice,
+    type(Ellipsis),
+    type,
+)
 
 
 def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
@@ -45,7 +59,9 @@ def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
             found.append(Constant(item))
         else:
             cls = type(item)
-            reason = "return tensors, Python values, or a class registered with torch.utils._pytree.register_pytree_node"
+            reason = (
+                "return tensors, Python values, or a class registered with torch.utils._pytree.register_pytree_node"
+            )
             raise Unsupported(f"a result of type {cls.__module__}.{cls.__qualname__}", reason)
     return tuple(found)
 
@@ -61,7 +77,9 @@ def fixed(value: Any) -> Any:
 def check_unchanged(now: Any, structure: Any, values: list[Any]) -> None:
     """Refuse a body that changed a container among its arguments: the caller would not see it."""
     leaves: list[Any] = []
-    plain = tree.flatten(tree.unflatten(structure, iter(values)), [])  # what is marked `mutable` is plain inside
-    same = tree.flatten(now, leaves) == plain and len(leaves) == len(values)
+    plain = pytree.flatten(pytree.unflatten(structure, iter(values)), [])  # what is marked `mutable` is plain inside
+    same = pytree.flatten(now, leaves) == plain and len(leaves) == len(values)
     if not same or any(one is not other for one, other in zip(leaves, values)):
-        raise Unsupported("changing a list, dict or dataclass that is an argument", "the caller would not see it; return the new one")
+        raise Unsupported(
+            "changing a list, dict or dataclass that is an argument", "the caller would not see it; return the new one"
+        )

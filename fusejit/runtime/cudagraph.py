@@ -7,14 +7,16 @@ In: a Program. Out: `Recorded`, called like the Program; `state` says in words w
     >>> program.state
     'replayed: 1 recording, 2 of 2 inputs read in place'
 
-A recording holds addresses. An input whose address repeats (a parameter, what the forward saved) is read where it is, and the addresses
-are part of the key of a small table; one that keeps moving is copied into memory of the recording. Results live in the recording's memory
-and are handed out as they are; while callers still hold those of a call before, a second recording serves, which hands out copies.
-All recordings of a device share one pool, and run on the stream on which they were made; a call on another stream runs without them. Random
-numbers: torch gives a recording the generator's offset at each replay. Gradients need nothing of their own: the forward and the
-backward are two Programs.
+A recording holds addresses. An input whose address repeats (a parameter, what the forward saved) is read where it is,
+and the addresses are part of the key of a small table; one that keeps moving is copied into memory of the recording.
+Results live in the recording's memory and are handed out as they are; while callers still hold those of a call before,
+a second recording serves, which hands out copies.
+All recordings of a device share one pool, and run on the stream on which they were made; a call on another stream runs
+without them. Random numbers: torch gives a recording the generator's offset at each replay. Gradients need nothing of
+their own: the forward and the backward are two Programs.
 
-What stands between these decisions and the device is `Driver`; tests put another in its place, which records and replays on the CPU.
+What stands between these decisions and the device is `Driver`; tests put another in its place, which records and
+replays on the CPU.
 This file has not run on a GPU yet: what has been tested is everything but `CudaDriver`.
 """
 
@@ -27,7 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..forks import renewed
+from ..fork_locks import renewed
 
 Tensor = torch.Tensor
 WARM = 2
@@ -84,8 +86,8 @@ class CudaDriver:
 class Recording:
     """One recording: its inputs that are copied (`None` where the caller's memory is read), its results' memory.
 
-    `given`: for each result the input that it is, or None. `shared`: callers get copies of the results. `idle`: references to each
-    result's memory when no caller holds it.
+    `given`: for each result the input that it is, or None. `shared`: callers get copies of the results. `idle`:
+    references to each result's memory when no caller holds it.
     """
 
     handle: Any
@@ -110,13 +112,16 @@ class Recorded:
 
     Attributes:
         program: what runs where nothing is replayed.
-        reason: why nothing ever is, "" otherwise. moving: inputs that are copied. recordings: by the addresses of the others.
+        reason: why nothing ever is, "" otherwise. moving: inputs that are copied. recordings: by the addresses of the
+            others.
     """
 
     def __init__(self, program: Any, driver: Driver) -> None:
         self.program, self.driver = program, driver
         self.reason = refusal(program, driver.device)
-        self.changed = {program.inputs.index(b.written_to) for b in program.buffers.values() if b.written_to in program.inputs}
+        self.changed = {
+            program.inputs.index(b.written_to) for b in program.buffers.values() if b.written_to in program.inputs
+        }
         self.moving: set[int] = set()
         self.unread = {number for number, name in enumerate(program.inputs) if name is None}
         self.recordings: dict[tuple[int, ...], list[Recording]] = {}
@@ -138,7 +143,10 @@ class Recorded:
         if not self.recordings:
             return f"not recorded yet: {self.ran} of {WARM} calls before"
         count, inputs = sum(map(len, self.recordings.values())), len(self.program.inputs)
-        return f"replayed: {count} recording{'s' * (count != 1)}, {inputs - len(self.moving)} of {inputs} inputs read in place"
+        return (
+            f"replayed: {count} recording{'s' * (count != 1)}, {inputs - len(self.moving)} of {inputs} inputs read in "
+            "place"
+        )
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         if self.reason or not self.lock.acquire(blocking=False):  # two threads would write into one memory
@@ -150,7 +158,9 @@ class Recorded:
             if self.ran < WARM:
                 return self.warm(args, addresses)
             known = self.recordings.get(self.key(addresses), [])
-            found = next((each for each in known if each.free()), None) or self.make(args, addresses, shared=bool(known))
+            found = next((each for each in known if each.free()), None) or self.make(
+                args, addresses, shared=bool(known)
+            )
             return self.program(args) if found is None else self.replay(found, args)
         finally:
             self.lock.release()
@@ -160,13 +170,20 @@ class Recorded:
         return self(args)
 
     def key(self, addresses: list[int]) -> tuple[int, ...]:
-        return tuple([0 if number in self.moving or number in self.unread else address for number, address in enumerate(addresses)])
+        return tuple(
+            [
+                0 if number in self.moving or number in self.unread else address
+                for number, address in enumerate(addresses)
+            ]
+        )
 
     def warm(self, args: list[Any], addresses: list[int]) -> Sequence[Any]:
         """A call before the recording: what moves between two such calls is taken to move always."""
         self.ran += 1
         if self.before:
-            self.moving |= {number for number, (one, other) in enumerate(zip(self.before, addresses)) if one != other} - self.unread
+            self.moving |= {
+                number for number, (one, other) in enumerate(zip(self.before, addresses)) if one != other
+            } - self.unread
         self.before = addresses
         return self.program(args)
 
@@ -189,7 +206,9 @@ class Recorded:
         places = {id(value): number for number, value in enumerate(inputs)}
         given = [places.get(id(result)) for result in results]
         memory = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
-        if any(place is None and result.untyped_storage().data_ptr() in memory for place, result in zip(given, results)):
+        if any(
+            place is None and result.untyped_storage().data_ptr() in memory for place, result in zip(given, results)
+        ):
             self.reason = "a result is a view of an input"
             return None
         del inputs

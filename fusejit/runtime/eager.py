@@ -1,4 +1,5 @@
-"""Running a captured graph through torch eager: native autograd, native random stream, native aliasing and in-place changes.
+"""Running a captured graph through torch eager: native autograd, native random stream, native aliasing and in-place
+changes.
 
 In: the graph of a capture. Out: a function of its input tensors that returns the tuple of its outputs.
 
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from ..capture.cut import Region
-from .direct import direct
+from ..capture.regions.extract import Region
+from .aten_bindings import direct
 
 
 def eager(graph: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -48,7 +49,9 @@ def switches(graph: torch.fx.GraphModule) -> bool:
     """Whether anything in a graph, or in a region that it calls, may change the state of torch."""
     targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
     return any(
-        switches(target.graph) if isinstance(target, Region) else not isinstance(target, torch._ops.OpOverload) and target is not getitem
+        switches(target.graph)
+        if isinstance(target, Region)
+        else not isinstance(target, torch._ops.OpOverload) and target is not getitem
         for target in targets
     )
 

@@ -2,7 +2,8 @@
 
 In: a kernel's text, parameter types, constants and grid. Out: a `Launcher`.
 
-    >>> add = kernel(source, name="add_0", params=("*fp32", "*fp32"), constants={"XBLOCK": 1024}, grid=(4, 1, 1), num_warps=4)
+    >>> add = kernel(source, name="add_0", params=("*fp32", "*fp32"), constants={"XBLOCK": 1024}, grid=(4, 1, 1),
+        num_warps=4)
     >>> add(x, out)
 
 With TRITON_INTERPRET=1 the same text runs in Triton's interpreter on CPU tensors.
@@ -21,9 +22,9 @@ from typing import Any
 import torch
 
 from ..errors import CompileError, KernelAssertion
-from ..forks import renewed
-from .static_launch import static_run
-from .workers import KernelSpec, ast_source, compile_kernels, define_kernel, reason, target_arch
+from ..fork_locks import renewed
+from .compile_workers import KernelSpec, ast_source, compile_kernels, define_kernel, reason, target_arch
+from .static_launcher import static_run
 
 log = logging.getLogger("fusejit")
 MANY = 48  # pointers beyond which one unaligned address counts for all
@@ -43,11 +44,12 @@ def interpreted() -> bool:
 class Launcher:
     """A kernel with its grid. Call it with the tensors (and numbers) of its parameters, in their order.
 
-    Launching runs on the current stream and on the tensors' device; a tensor whose address breaks an `aligned` promise is
-    served by a variant of the kernel compiled without that promise.
+    Launching runs on the current stream and on the tensors' device; a tensor whose address breaks an `aligned` promise
+    is served by a variant of the kernel compiled without that promise.
 
     Raises:
-        CompileError: the kernel cannot be compiled or its arguments cannot be launched; not remembered, a later call tries again.
+        CompileError: the kernel cannot be compiled or its arguments cannot be launched; not remembered, a later call
+            tries again.
         IndexError: under the interpreter, an index was out of bounds.
     """
 
@@ -78,7 +80,19 @@ class Launcher:
         if self._empty:
             return
         x, y, z = self.grid
-        run(x, y, z, torch._C._cuda_getCurrentRawStream(device), function, metadata, None, None, None, *args, *self._constants)
+        run(
+            x,
+            y,
+            z,
+            torch._C._cuda_getCurrentRawStream(device),
+            function,
+            metadata,
+            None,
+            None,
+            None,
+            *args,
+            *self._constants,
+        )
 
     def _elsewhere(self, args: tuple[Any, ...]) -> None:
         """Launch on a device that is not the current one, or for the first time on this one, or in the interpreter."""
@@ -87,7 +101,9 @@ class Launcher:
             return
         device = args[0].device
         if device.type != "cuda":
-            hint = "; set TRITON_INTERPRET=1 before importing triton to run it on the CPU" if device.type == "cpu" else ""
+            hint = (
+                "; set TRITON_INTERPRET=1 before importing triton to run it on the CPU" if device.type == "cpu" else ""
+            )
             raise CompileError(f"kernel {self.spec.name}: cannot be launched on {device} tensors{hint}")
         with torch.cuda.device(device.index):
             binary = _binary(self.spec, device.index)
@@ -126,8 +142,8 @@ def kernel(
     """Return the launcher of a kernel; equal kernels give the same launcher and compile once per process.
 
     Args:
-        source: the text of one function decorated with @triton.jit, using `triton`, `tl` and `fj` (fusejit.runtime.device).
-        name: the function's name.
+        source: the text of one function decorated with @triton.jit, using `triton`, `tl` and `fj`
+        (fusejit.runtime.kernels.device). name: the function's name.
         params: Triton types of its leading parameters, in order ("*fp32", "*i1", "i64").
         constants: values of the remaining, tl.constexpr, parameters, in the function's order.
         grid: programs along each axis.
@@ -136,7 +152,9 @@ def kernel(
         own: numbers of the params that the program allocates itself, whose addresses need no look.
     """
     constant_items = tuple((constants or {}).items())
-    spec = KernelSpec(source, name, tuple(params), constant_items, num_warps, num_stages, debug, tuple(aligned), fp_fusion)
+    spec = KernelSpec(
+        source, name, tuple(params), constant_items, num_warps, num_stages, debug, tuple(aligned), fp_fusion
+    )
     return _launcher(spec, tuple(grid), tuple(own))  # type: ignore[arg-type]
 
 
@@ -214,12 +232,14 @@ def _works(device: int, launch: Callable) -> bool:
         return _static[device]
 
 
-# -- the interpreter -------------------------------------------------------------------------------------------------------------------
+# -- the interpreter ---------------------------------------------------------------------------------------------------
 
 
 @cache
 def _comparisons_are_bool() -> None:
-    """Let the interpreter's comparisons have the type int1: they keep their operands' type, which a later broadcast restores."""
+    """Let the interpreter's comparisons have the type int1: they keep their operands' type, which a later broadcast
+    restores.
+    """
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder
@@ -239,7 +259,8 @@ def _comparisons_are_bool() -> None:
 def _interpretable(spec: KernelSpec) -> Any:
     """Return the kernel as a Python function, and make triton.language interpret from now on.
 
-    Triton patches its language before and after each launch and before each device function call, about 20 ms; a process with
+    Triton patches its language before and after each launch and before each device function call, about 20 ms; a
+    process with
     TRITON_INTERPRET=1 never compiles, so patching once is enough.
     """
     import triton.language as tl
@@ -270,7 +291,9 @@ def _interpret(launcher: Launcher, args: tuple[Any, ...]) -> None:
     spec = launcher.spec
     for i, value in enumerate(args):
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            raise CompileError(f"kernel {spec.name}: argument {i} is on {value.device}, but the interpreter runs on the CPU")
+            raise CompileError(
+                f"kernel {spec.name}: argument {i} is on {value.device}, but the interpreter runs on the CPU"
+            )
     with _lock, np.errstate(all="ignore"):
         try:
             function = _interpretable(spec)

@@ -1,0 +1,1 @@
+"""What a user calls: jit, trace, transforms, control flow, and the objects that they return."""

@@ -1,0 +1,1 @@
+"""Guards: when a specialisation holds, and why another one was needed."""

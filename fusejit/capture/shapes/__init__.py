@@ -1,0 +1,1 @@
+"""Sizes and numbers that may vary: their symbols, the policy that makes them, the sizes of regions."""

@@ -1,0 +1,1 @@
+"""Graphs to kernels: from a functional ATen graph to a Program."""

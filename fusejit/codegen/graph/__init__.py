@@ -1,0 +1,1 @@
+"""fx graph to fx graph: what is rewritten before anything is lowered."""

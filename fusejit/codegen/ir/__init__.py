@@ -1,0 +1,1 @@
+"""The intermediate representation: sizes, layouts, expressions, clusters, the kernel graph, and their analyses."""

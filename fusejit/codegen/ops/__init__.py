@@ -1,0 +1,1 @@
+"""ATen ops: the op table, decompositions, and lowering rules."""

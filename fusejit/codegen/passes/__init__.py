@@ -1,0 +1,1 @@
+"""Kernel graph to kernel graph: lowering, fusion, rfactor, horizontal fusion, scheduling."""

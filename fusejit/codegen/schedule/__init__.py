@@ -1,0 +1,1 @@
+"""What schedules are chosen by: the device, the cost model, registers, access patterns."""

@@ -1,0 +1,1 @@
+"""Device functions, compiled and interpreted: all that a compile worker imports besides Triton."""

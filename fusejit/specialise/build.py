@@ -1,0 +1,205 @@
+"""Build: a captured graph on its way to a backend.
+
+In: the backend that the options and the tensors ask for (`resolve`), a captured graph. Out: its forward and backward,
+compiled
+(`build_programs`, which returns autodiff's `Built`).
+
+    >>> resolve(Settings(), [torch.ones(3)])
+    'eager'
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import knobs
+from ..capture.regions.extract import Region
+from ..capture.shapes.region_sizes import SYMBOLIC
+from ..errors import FusejitError, Unsupported
+from ..options import BACKENDS, Settings
+from ..runtime.eager import eager
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+PRODUCTS = {aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default, aten.einsum.default}
+
+
+class BackendError(FusejitError):
+    """A backend that cannot run here at all; never a fallback."""
+
+    final = True
+
+
+def resolve(settings: Settings, tensors: Sequence[Tensor]) -> str:
+    """Decide the backend of a call from the option, the environment and the tensors' devices."""
+    backend = settings.backend
+    if backend == "auto":
+        backend = knobs.read("backend")
+        if backend not in BACKENDS:
+            raise ValueError(f"FUSEJIT_BACKEND={backend!r}: choose one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = "triton" if any(tensor.is_cuda for tensor in tensors) else "eager"
+    if settings.target is None and tensors and backend == "triton" and not any(tensor.is_cuda for tensor in tensors):
+        raise BackendError(
+            "backend='triton' needs CUDA tensors, and all of these are on the CPU: use backend='auto' (eager on the "
+            "CPU), "
+            "'interpret' (the same kernels, slowly, on the CPU), or fusejit.compile_for(...) to compile without a GPU"
+        )
+    return backend
+
+
+def check_devices(backend: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse tensors of several devices in one graph, Python-number-like CPU tensors aside."""
+    devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise Unsupported("tensors on several devices", f"{names}: one graph runs on one device")
+    if backend == "interpret" and any(device.type != "cpu" for device in devices):
+        raise BackendError("backend='interpret' runs on CPU tensors: use backend='triton' for CUDA ones")
+
+
+def prepare_interpreter(backend: str) -> None:
+    """Switch Triton's interpreter on, which works only before Triton is imported."""
+    if backend != "interpret" or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        return
+    if "triton" in sys.modules:
+        raise BackendError(
+            "backend='interpret' needs TRITON_INTERPRET=1 before triton is imported, and it is imported already: "
+            "set TRITON_INTERPRET=1 in the environment of the process"
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def half_compiler(
+    found: Any, settings: Settings, options: Any
+) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
+    """The compiler of the forward and of the backward; notes stages, milliseconds and fallbacks in the specialisation
+    `found`.
+    """
+    from ..compile import compile_graph, dump
+    from ..runtime import cudagraph
+    from ..runtime.multiversion import Variants
+
+    plain = found.backend == "eager"
+
+    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
+        start = time.perf_counter()
+
+        def record(name: str, value: Any) -> None:
+            found.record[f"{stage}.{name}"] = value
+            dump(f"{stage}.{name}", value)
+
+        program: Any = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
+        if isinstance(program, Variants) and settings.records:
+            found.dynamic.append("no CUDA graph: a recording holds the sizes of one call")
+        elif not plain and settings.records:
+            program = cudagraph.record(program)
+        spent = (time.perf_counter() - start) * 1e3
+        found.compile_ms[stage] = found.compile_ms.get(stage, 0.0) + spent
+        return program
+
+    return compiler
+
+
+def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
+    """Trace the joint graph and compile it with fusejit's own back end."""
+    from ..autodiff.chunked.canonicalize import heads
+    from ..autodiff.chunked.chunk import chunk
+    from ..autodiff.compose_regions import compose
+    from ..autodiff.cumprod_backward import scan_cumprods
+    from ..autodiff.joint import build
+    from ..autodiff.move_across_regions import join_seams
+    from ..autodiff.region_ops import Toolchain, call_regions
+    from ..autodiff.sdpa_for_target import retarget_attention
+    from ..codegen.ops.decompositions import table
+    from ..codegen.ops.random import with_draws
+    from ..codegen.schedule.device import machine
+    from ..compile import Options
+
+    prepare_interpreter(found.backend)
+    plain = found.backend == "eager" or settings.jit_level == "O0"
+    if plain:
+        found.backend = "eager"
+    options = Options(
+        backend=found.backend, jit_level=settings.jit_level, numerics=settings.numerics, target=settings.target
+    )
+    compiler = half_compiler(found, settings, options)
+    start = time.perf_counter()
+    elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
+    rewrite = (lambda module: scan_cumprods(retarget_attention(module))) if elsewhere else scan_cumprods
+    rewrite = (lambda module: module) if plain else rewrite
+    limit = settings.most_at_once
+    graph, changed = heads(graph, limit)
+    found.rewrites += changed
+    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain, limit)))
+    drawn = torch.Tag.nondeterministic_seeded  # op by op, random numbers stay eager's
+    known = {op: rule for op, rule in table().items() if drawn not in op.tags} if plain and larger(graph, limit) else {}
+    decompositions = known if plain else with_draws(table(), settings.numerics)
+    tools = Toolchain(region_compiler(options), decompositions, rewrite, flavour)
+    tools.change = lambda module: found.rewrites.extend(chunk(module, limit, tools.compiler, flavour))
+    graph = rewrite(graph)
+    calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
+    calls = calls and not any(isinstance(tensor, SYMBOLIC) for tensor in tensors)
+    if calls and not plain and settings.jit_level == "O3":
+        graph, joined = join_seams(graph, decompositions, machine(settings.target))
+        found.rewrites.extend(joined)
+    built = compose(graph, tensors, tools, compiler) if calls else None
+    if built is None:
+        graph, regions = call_regions(graph, tools)
+        built = build(graph, tensors, compiler, tools.decompositions, tools.change)
+        built.regions = regions
+    found.inlined += tools.notes
+    found.compile_ms["regions"] = tools.spent_ms
+    spent = sum(found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions"))
+    found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - spent
+    return built
+
+
+def larger(graph: torch.fx.GraphModule, limit: int) -> bool:
+    """Whether a captured graph has a matrix product of more than `limit` bytes (0: none counts), in one of its regions
+    too.
+    """
+    for node in graph.graph.nodes if limit else ():
+        if isinstance(node.target, Region) and larger(node.target.graph, limit):
+            return True
+        value = node.meta.get("val")
+        fixed = isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape)
+        if node.target in PRODUCTS and fixed and value.numel() * value.dtype.itemsize > limit:
+            return True
+    return False
+
+
+def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """A functional graph as something that is called like a Program, and runs op by op."""
+    run = eager(module)
+
+    def program(inputs: list[Any]) -> Sequence[Any]:
+        given = tuple(inputs)
+        inputs.clear()
+        return run(*given)
+
+    return program
+
+
+def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
+    """The compiler of regions, which outlive the specialisation that needs them first and therefore know nothing of
+    it.
+    """
+    from ..codegen.graph.bind_sizes import bound
+    from ..compile import InScope, compile_graph, dump
+
+    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
+        record = lambda name, value: dump(f"{stage}.{name}", value)  # noqa: E731
+        return (
+            InScope(module, inputs, options, record)
+            if bound(inputs)
+            else compile_graph(module, inputs, options, record=record)
+        )
+
+    return compiler

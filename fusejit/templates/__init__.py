@@ -1,0 +1,1 @@
+"""The kernel templates: the text of each beside its tiles."""

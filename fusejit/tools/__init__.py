@@ -1,0 +1,1 @@
+"""Command line, benchmark and the blocks that both measure."""

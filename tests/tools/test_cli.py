@@ -1,0 +1,120 @@
+"""The `fusejit` command, run as a user does: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusejit.tools.cli import main
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = """
+import torch
+
+def scaled(x, y):
+    return (x * 2 + y).relu()
+
+def norm(x):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:])
+
+example_args = {"norm": lambda: torch.randn(16, 256)}
+scaled.example_args = (torch.randn(64, 128), torch.randn(128))
+bad = 3
+"""
+
+
+ROWS = [("bias_gelu", "forward"), ("bias_gelu", "both"), ("adamw", "forward")]
+
+
+@pytest.fixture
+def sample(tmp_path):
+    """A folder with a module that a user might have."""
+    (tmp_path / "sample.py").write_text(SAMPLE)
+    return tmp_path
+
+
+@pytest.fixture
+def fusejit_command(sample):
+    def run(*arguments):
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            [sys.executable, "-m", "fusejit", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=sample,
+            env=environment,
+            timeout=200,
+            stdin=subprocess.DEVNULL,
+        )
+
+    return run
+
+
+def test_version_and_usage(fusejit_command):
+    done = fusejit_command("--version")
+    assert done.returncode == 0 and done.stdout.startswith("fusejit ")
+    assert fusejit_command().returncode == 2
+    assert fusejit_command("compile").returncode == 2
+
+
+@pytest.mark.parametrize("function", ["sample:scaled", "sample.py:scaled", "sample:norm"])
+def test_compile(fusejit_command, function, tmp_path):
+    done = fusejit_command("compile", function, "--target", "sm_90", "--output", "out")
+    assert done.returncode == 0, done.stderr
+    header, line = done.stdout.splitlines()
+    assert header.split() == ["kernel", "regs", "spills", "shared", "16-byte"]
+    name, regs, spills, _, wide = line.split()
+    assert int(regs) > 0 and spills == "0" and int(wide) > 0
+    assert ".target sm_90" in (tmp_path / "out" / f"{name}.ptx").read_text()
+    assert (tmp_path / "out" / f"{name}.cubin").stat().st_size > 0
+
+
+def test_explain_with_arguments_on_the_command_line(fusejit_command):
+    done = fusejit_command("explain", "sample:scaled", "--args", "torch.randn(8, 16), torch.randn(8, 16)", "--source")
+    assert done.returncode == 0, done.stderr
+    assert "@triton.jit" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("explain", "nothing:f"), "no module 'nothing'"),
+        (("explain", "sample:nothing"), "has no nothing"),
+        (("explain", "sample:bad"), "not a function"),
+        (("explain", "nothing"), "the blocks are"),
+        (("explain", "sample:torch.relu"), "--args"),
+        (("explain", "sample:scaled", "--args", "nonsense("), "--args"),
+        (("bench", "nothing"), "no block named nothing"),
+    ],
+)
+def test_bad_command_lines_say_what_to_write(sample, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(sample)
+    monkeypatch.syspath_prepend(str(sample))
+    monkeypatch.delitem(sys.modules, "sample", raising=False)
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_bench_writes_json(fusejit_command, tmp_path):
+    done = fusejit_command("bench", "bias_gelu", "adamw", "--json", "rows.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\r" not in done.stderr  # no progress line without a terminal
+    result = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["block"], row["pass"]) for row in result["rows"]] == ROWS
+    assert all(row["right"] for row in result["rows"])
+    assert {"torch", "python"} <= set(result["versions"])
+
+
+def test_readme_knows_the_knobs_the_commands_and_the_blocks():
+    from fusejit.knobs import KNOBS
+
+    readme = (ROOT / "README.md").read_text()
+    for knob in KNOBS.values():
+        assert f"| `{knob.variable}` |" in readme and knob.meaning in readme
+    assert "pip install -e . && fusejit bench" in readme
+    assert "pip install -e '.[test]' && pytest" in readme
