@@ -9,6 +9,7 @@ In: a function or an `nn.Module`. Out: the same, compiled on its first call.
 
 from __future__ import annotations
 
+from . import knobs
 from . import moved as _moved
 from .api.compile_for import compile_for
 from .api.control_flow import cond, select, while_loop
@@ -29,6 +30,8 @@ from .frontend.exclude import exclude_from_trace
 _moved.install()
 
 __version__ = "0.1.0"
+
+knobs.check_environment()
 
 __all__ = [
     "CaptureError",

@@ -6,8 +6,6 @@ keeps every stage's text, and `explain()` and FUSEJIT_DUMP are nothing more than
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -253,21 +251,3 @@ class _Clock:
         self.spent[stage] = (now - self.last) * 1e3
         self.last = now
         return value
-
-
-def dump(stage: str, value: Any) -> None:
-    """Print a stage if FUSEJIT_DUMP names it, and write it to FUSEJIT_DUMP_DIR."""
-    wanted = [s for s in knobs.read("dump").split(",") if s]
-    folder = knobs.read("dump_dir")
-    last = stage.rsplit(".", 1)[-1]
-    if wanted and stage not in wanted and last not in wanted:
-        return
-    if not wanted and not folder:
-        return
-    text = value.print_readable(print_output=False) if isinstance(value, GraphModule) else str(value)
-    if wanted:
-        print(f"# {stage}\n{text}", file=sys.stderr)
-    if folder:
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, f"{stage}.txt"), "w") as file:
-            file.write(text)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .. import knobs
 from ..options import BACKENDS, LEVELS, MODES, NUMERICS, Settings, check
 from .dynamo_function import jit_function
 from .function import JitFunction
@@ -90,9 +91,15 @@ def jit(
     """
     more = {"fast_math": fast_math, "dynamic": dynamic, "cuda_graph": cuda_graph, "chunk_bytes": chunk_bytes}
     settings = Settings(capture_mode, jit_level, fullgraph, backend, numerics, name or "", **more)
+    check_options(settings)
+    return functools.partial(make, settings=settings) if fn_or_module is None else make(fn_or_module, settings=settings)
+
+
+def check_options(settings: Settings) -> None:
+    """Refuse options and environment variables that are none of their choices."""
+    knobs.check_values()
     for option, choices in CHOICES.items():
         check(option, getattr(settings, option), choices)
-    return functools.partial(make, settings=settings) if fn_or_module is None else make(fn_or_module, settings=settings)
 
 
 def make(target: Any, settings: Settings) -> Any:

@@ -11,12 +11,14 @@ In: a specialisation. Out: `Report`: fields for programs, `str()` for people. No
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..capture.regions.extract import Region
 from ..codegen.emit.kernel import Kernel, reads_of
 from ..codegen.emit.program import Program
 from ..codegen.ir.cluster import Cluster
@@ -28,6 +30,11 @@ from ..runtime.multiversion import Variants
 from ..specialise.specialise import Fallback, Specialisation
 
 aten = torch.ops.aten
+ON_THE_CPU = (
+    "Kernels are compiled for CUDA tensors only: to see them, use backend='interpret' (they run, slowly, on the "
+    "CPU) or "
+    "fusejit.compile_for(fn, args, target='sm_90')"
+)
 NO_KERNEL = {
     aten.detach.default,
     aten.empty.memory_format,
@@ -81,8 +88,9 @@ class Report:
             dtype half types are added up where data gives the place.
         dynamic: which sizes of the arguments may vary and why, and which may not.
         unbound: why calls, from the third on, are still checked by the general key and guards (see
-        runtime/fast_path.py). graphs: where a call is cut into several graphs, the report of each, in the order in
-        which they run; empty otherwise.
+        runtime/fast_path.py). uncompiled: why a captured graph has no kernels where nothing was refused, "" otherwise.
+        graphs: where a call is cut into several graphs, the report of each, in the order in which they run; empty
+            otherwise.
     """
 
     name: str
@@ -103,6 +111,7 @@ class Report:
     dynamic: tuple[str, ...] = ()
     unbound: str = ""
     rewrites: tuple[str, ...] = ()
+    uncompiled: str = ""
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -136,6 +145,11 @@ class Report:
             f"{self.name} on backend {self.backend}: {self.launches} kernel launches, {len(self.externs)} extern "
             f"calls, {moved}"
         ]
+        if self.uncompiled:
+            lines = [
+                f"{self.name} on backend {self.backend}: {len(self.eager)} ops of torch, {_bytes(self.bytes_eager)} "
+                f"moved. {self.uncompiled}"
+            ]
         if self.graphs:
             lines[0] += f", in {len(self.graphs)} graphs"
         for title, half in (("forward", self.forward), ("backward", self.backward)):
@@ -160,6 +174,11 @@ class Report:
             + "  ".join(f"{stage} {ms:.0f} ms" for stage, ms in self.compile_ms.items() if "." not in stage)
         )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks: the first line, and the rest in a fixed-width block under it."""
+        first, _, rest = str(self).partition("\n")
+        return f"<details open><summary><b>{html.escape(first)}</b></summary><pre>{html.escape(rest)}</pre></details>"
 
 
 def _half(half: Half) -> list[str]:
@@ -225,7 +244,17 @@ def report(found: Specialisation, name: str) -> Report:
         regions=_regions(found),
         unbound=found.unbound,
         rewrites=_rewrites(found.rewrites, found.forward, backward),
+        uncompiled=_uncompiled(found),
     )
+
+
+def _uncompiled(found: Specialisation) -> str:
+    """Say why a captured graph has no kernels where nothing went wrong: its tensors are on the CPU. "" otherwise."""
+    graph = found.record.get("capture")
+    if found.backend != "eager" or graph is None or found.fallbacks:
+        return ""
+    values = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]
+    return "" if any(isinstance(v, torch.Tensor) and v.is_cuda for v in values) else ON_THE_CPU
 
 
 def _variants(found: Specialisation) -> list[str]:
@@ -396,8 +425,14 @@ def _in_numbers(program: Program) -> tuple[dict[str, Buffer], list[Any]]:
 
 
 def _counted(graph: torch.fx.GraphModule) -> tuple[tuple[str, int], ...]:
-    counted = ((str(n.target), _node_bytes(n)) for n in graph.graph.nodes if n.op == "call_function")
-    return tuple((name, moved) for name, moved in counted if moved is not None)
+    """Name each op of a graph with its bytes, the ops of a region as often as it is called."""
+    rows: list[tuple[str, int]] = []
+    for node in graph.graph.nodes:
+        if isinstance(node.target, Region):
+            rows += _counted(node.target.graph)
+        elif node.op == "call_function" and (moved := _node_bytes(node)) is not None:
+            rows.append((str(node.target), moved))
+    return tuple(rows)
 
 
 def _node_bytes(node: torch.fx.Node) -> int | None:

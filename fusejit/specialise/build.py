@@ -22,8 +22,9 @@ from .. import knobs
 from ..capture.regions.extract import Region
 from ..capture.shapes.region_sizes import SYMBOLIC
 from ..errors import FusejitError, Unsupported
-from ..options import BACKENDS, Settings
+from ..options import Settings
 from ..runtime.eager import eager
+from .dump import dump
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -41,8 +42,6 @@ def resolve(settings: Settings, tensors: Sequence[Tensor]) -> str:
     backend = settings.backend
     if backend == "auto":
         backend = knobs.read("backend")
-        if backend not in BACKENDS:
-            raise ValueError(f"FUSEJIT_BACKEND={backend!r}: choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
         backend = "triton" if any(tensor.is_cuda for tensor in tensors) else "eager"
     if settings.target is None and tensors and backend == "triton" and not any(tensor.is_cuda for tensor in tensors):
@@ -82,7 +81,7 @@ def half_compiler(
     """The compiler of the forward and of the backward; notes stages, milliseconds and fallbacks in the specialisation
     `found`.
     """
-    from ..compile import compile_graph, dump
+    from ..compile import compile_graph
     from ..runtime import cudagraph
     from ..runtime.multiversion import Variants
 
@@ -192,7 +191,7 @@ def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[An
     it.
     """
     from ..codegen.graph.bind_sizes import bound
-    from ..compile import InScope, compile_graph, dump
+    from ..compile import InScope, compile_graph
 
     def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
         record = lambda name, value: dump(f"{stage}.{name}", value)  # noqa: E731

@@ -40,6 +40,7 @@ from ..runtime.eager import eager
 from ..runtime.frame_stack import roomy
 from ..runtime.prefer_eager import choose, measurable
 from .build import build_programs, check_devices, larger, resolve
+from .dump import dump
 
 Tensor = torch.Tensor
 CARRIED = "a graph would repeat one call's value; keep it in a tensor, such as a buffer"
@@ -198,6 +199,7 @@ def specialise(
         symbols.names if symbols is not None else ()
     )
     found.record["capture"] = captured.graph
+    dump("capture", captured.graph)
     found.compile_ms["capture"] = (time.perf_counter() - start) * 1e3
     positions, unflatten = captured.positions, result_builder(captured)
     plain = found.backend == "eager" or settings.jit_level == "O0"
@@ -348,6 +350,8 @@ def compile_into(
         return
     found.forward = None if found.backend == "eager" else getattr(built.forward, "first", built.forward)
     found.record.update(built.graphs)
+    for stage, graph in built.graphs.items():
+        dump(stage, graph)
     found.fallbacks += [Fallback(op, reason) for op, reason in built.notes]
     pattern = memory_pattern(tensors) if built.mutates else None
     run = built.run

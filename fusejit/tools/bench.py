@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from .. import knobs
 from ..api.compile_for import compile_for
 from ..api.jit import jit
 from ..errors import FusejitError
@@ -404,7 +404,7 @@ def commit() -> str:
         ).stdout.strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         text = ""
-    return text or os.environ.get("FUSEJIT_COMMIT", "unknown")
+    return text or knobs.read("commit") or "unknown"
 
 
 # ------------------------------------------------------------------------------------------------------------ the table

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -55,13 +56,15 @@ def _parser() -> argparse.ArgumentParser:
 
     one = commands.add_parser("bench", help="measure the blocks, eager against fused")
     one.add_argument("blocks", nargs="*", metavar="BLOCK", help="names of blocks; all if none is given")
-    one.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
+    one.add_argument("--json", type=_writable, metavar="FILE", help="also write the rows there")
     one.set_defaults(command=_bench)
 
     one = commands.add_parser("compile", help="compile a function's kernels, without a GPU")
     _function(one)
-    one.add_argument("--target", default="sm_90", help="the architecture, sm_90 unless given")
-    one.add_argument("--output", type=Path, metavar="DIR", help="write each kernel's .py, .ptx and .cubin there")
+    one.add_argument(
+        "--target", type=_known_target, default="sm_90", metavar="sm_XX", help="the architecture, sm_90 unless given"
+    )
+    one.add_argument("--output", type=_folder, metavar="DIR", help="write each kernel's .py, .ptx and .cubin there")
     one.set_defaults(command=_compile)
 
     one = commands.add_parser("explain", help="say what is fused, what is not, and why")
@@ -77,6 +80,37 @@ def _function(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--args", metavar="EXPR", help='example arguments, e.g. "torch.randn(8, 16), 0.5"')
     parser.add_argument("--no-grad", action="store_true", help="leave gradients out, even where arguments require them")
+
+
+def _writable(text: str) -> Path:
+    """A file that can be written, found out before the work whose result it is for."""
+    path = Path(text)
+    if path.is_dir() or not _may_write(path if path.exists() else path.parent):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that is there and yours")
+    return path
+
+
+def _folder(text: str) -> Path:
+    """A folder that can be written, or made."""
+    path = Path(text)
+    nearest = next((p for p in (path, *path.absolute().parents) if p.exists()), path)
+    if not nearest.is_dir() or not _may_write(nearest):
+        raise argparse.ArgumentTypeError(f"{text} is no folder that can be written or made")
+    return path
+
+
+def _may_write(path: Path) -> bool:
+    return path.exists() and os.access(path, os.W_OK)
+
+
+def _known_target(text: str) -> str:
+    from ..runtime.compile_workers import target_arch
+
+    try:
+        target_arch(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _version() -> str:
@@ -126,6 +160,8 @@ def _compile(arguments: argparse.Namespace) -> int:
     except FusejitError as error:
         print(f"fusejit: {error}", file=sys.stderr)
         return 1
+    except Exception as error:
+        raise _of_the_function(arguments, error) from error
     print(f"{'kernel':40} {'regs':>5} {'spills':>6} {'shared':>7} {'16-byte':>7}")
     for kernel in program.kernels:
         print(f"{kernel.name:40} {kernel.n_regs:5} {kernel.n_spills:6} {kernel.shared:7} {kernel.wide_loads:7}")
@@ -151,6 +187,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     except FusejitError as error:
         print(f"fusejit: {error}", file=sys.stderr)
         return 1
+    except Exception as error:
+        raise _of_the_function(arguments, error) from error
     print(report)
     if arguments.source:
         for kernel in report.kernels:
@@ -158,11 +196,22 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _of_the_function(arguments: argparse.Namespace, error: Exception) -> Exception:
+    """What the user's function itself raises, with the arguments that were given on the command line, is a bad command
+    line.
+    """
+    if not arguments.args:
+        return error
+    return Usage(f"{arguments.function} with --args {arguments.args!r}: {type(error).__name__}: {error}")
+
+
 def _target(arguments: argparse.Namespace) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function and its example arguments."""
     from .blocks import BLOCKS
 
-    if arguments.function in BLOCKS and not arguments.args:
+    if arguments.function in BLOCKS:
+        if arguments.args:
+            raise Usage(f"{arguments.function} is a block with arguments of its own: leave --args out")
         block = BLOCKS[arguments.function]
         return block.fn, block.make_untouched(block.real)
     where, colon, name = arguments.function.rpartition(":")
@@ -218,4 +267,20 @@ def _example_args(module: ModuleType, function: Any, name: str, arguments: argpa
                 f"{module.__name__}"
             )
         given = given() if callable(given) and not isinstance(given, torch.Tensor) else given
-    return given if isinstance(given, tuple) else (given,)
+    args = given if isinstance(given, tuple) else (given,)
+    _check_binds(function, args, name)
+    return args
+
+
+def _check_binds(function: Any, args: tuple[Any, ...], name: str) -> None:
+    """Refuse arguments that are too few or too many for a function, before anything is captured."""
+    import torch
+
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    except (TypeError, ValueError):  # functions written in C have none
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise Usage(f"the example arguments do not fit {name}{signature}: {error}") from None

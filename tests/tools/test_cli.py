@@ -90,6 +90,12 @@ def test_explain_with_arguments_on_the_command_line(fusejit_command):
         (("explain", "sample:torch.relu"), "--args"),
         (("explain", "sample:scaled", "--args", "nonsense("), "--args"),
         (("bench", "nothing"), "no block named nothing"),
+        (("explain", "sample:scaled", "--args", "torch.randn(3)"), "missing a required argument: 'y'"),
+        (("compile", "sample:norm", "--args", "1, 2, 3"), "too many positional arguments"),
+        (("explain", "sample:norm", "--args", "3"), "'int' object has no attribute 'shape'"),
+        (("compile", "sample:norm", "--args", "torch.randn(2, 2)[5]"), "IndexError"),
+        (("explain", "softmax", "--args", "3"), "is no MODULE:FUNCTION"),
+        (("explain", "layer_norm", "--args", "3"), "leave --args out"),
     ],
 )
 def test_bad_command_lines_say_what_to_write(sample, monkeypatch, capsys, arguments, says):
@@ -98,6 +104,25 @@ def test_bad_command_lines_say_what_to_write(sample, monkeypatch, capsys, argume
     monkeypatch.delitem(sys.modules, "sample", raising=False)
     assert main(arguments) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("compile", "layer_norm", "--target", "foo"), "choose one of sm_"),
+        (("compile", "layer_norm", "--target", "90"), "choose one of sm_"),
+        (("compile", "layer_norm", "--output", "sample.py"), "is no folder"),
+        (("bench", "--json", "nowhere/rows.json"), "cannot be written"),
+        (("bench", "--json", "."), "cannot be written"),
+    ],
+)
+def test_bad_options_end_before_the_work(sample, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(sample)
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("fusejit ") and says in last
 
 
 def test_bench_writes_json(fusejit_command, tmp_path):
