@@ -1,0 +1,211 @@
+"""README and docs: every Python block runs, what it prints is what stands there, every file named exists, every refusal is explained.
+
+`pytest tests/test_docs.py --update-golden` rewrites the outputs and the table of README.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from messages import FUSEJIT, GAP, Message, Source
+
+ROOT = FUSEJIT.parent
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+NEEDS_GPU = "<!-- needs a GPU -->"
+OUTPUT = "<!-- output -->"
+FENCE = re.compile(r"(?P<above>[^\n]*)\n(?P<fence>```+)(?P<kind>[^\n]*)\n(?P<text>.*?)\n(?P=fence)[ ]*(?=\n|$)", re.DOTALL)
+SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
+PATH = re.compile(r"(?:[\w.-]+/)+(?:[\w.-]+)?|[\w-]+\.(?:md|toml|yml)|\.ci/run")
+WORDS = 25
+LINES = 60
+
+# What the source calls where it refuses a user something, and how many of the arguments are texts; what it says in explain() only.
+REFUSALS = {
+    ("Unsupported", "Fallback"): 2,
+    ("CaptureError", "ArgumentError", "NoCallError", "BackendError", "TraceError", "CompileError", "KernelAssertion", "FusejitError"): 1,
+    ("CheckFailed", "NotRewritten", "Unclear", "NoSource", "Mismatch"): 1,
+}
+KEPT_APART = ("Refused", "NoSelect", "NotLocal")
+REASONS = ("why_wrapped", "why_not_select", "why_not", "waits")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page: the line above it, its kind, its text, where it stands."""
+
+    above: str
+    kind: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = [(m["above"].strip(), m["kind"].strip(), m["text"], text.count("\n", 0, m.start("text")) + 1) for m in FENCE.finditer(text)]
+    return [Block(*block) for block in found]
+
+
+def outside_blocks(page: Path) -> str:
+    return FENCE.sub(lambda m: m["above"] + "\n", page.read_text())
+
+
+def spans(text: str) -> list[str]:
+    """The code spans of some Markdown, as a reader sees them."""
+    return [code[1:-1] if code[0] == code[-1] == " " and code.strip() else code for _, code in SPAN.findall(text)]
+
+
+def steady(text: str) -> str:
+    """What a program prints, without what differs from run to run: milliseconds."""
+    return re.sub(r"\d+ ms", "… ms", text).strip()
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The Python blocks of a page share their names, each is a file `model.py` of its own."""
+    names: dict[str, Any] = {"__name__": "model"}
+    printed = ""
+    for number, block in enumerate(blocks(page)):
+        if block.kind == "python":
+            code = ast.parse(block.text)
+            if block.above == NEEDS_GPU:
+                continue
+            path = tmp_path / str(number) / "model.py"
+            path.parent.mkdir()
+            path.write_text(block.text + "\n")
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(code, str(path), "exec", dont_inherit=True), names)
+            printed = out.getvalue().rstrip()
+        elif block.above == OUTPUT and steady(printed) != steady(block.text):
+            assert request.config.getoption("--update-golden"), f"{page.name}:{block.line} shows something else than:\n{printed}"
+            page.write_text(page.read_text().replace(block.text, printed))
+
+
+# -- words -----------------------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return Source(FUSEJIT)
+
+
+def refusals(source: Source) -> list[Message]:
+    return [message for classes, arguments in REFUSALS.items() for message in source.messages(*classes, arguments=arguments)]
+
+
+def reasons(source: Source) -> list[Message]:
+    return source.messages(*KEPT_APART) + [message for name in REASONS for message in source.returned(name)]
+
+
+PLACES = {"troubleshooting.md": refusals, "reading-explain.md": reasons}
+
+
+@pytest.mark.parametrize("page", PLACES)
+def test_every_refusal_is_explained(page: str, source: Source) -> None:
+    shown = "\n".join(spans((DOCS / page).read_text()))
+    messages = PLACES[page](source)
+    assert len(messages) > 40
+    missing = {text: message.where for message in messages for text in message.texts if text.strip(GAP + "\n") not in shown}
+    rows = [f"| `{text}` | what it means | what to write instead |   <- {where}" for text, where in missing.items()]
+    assert not rows, f"docs/{page} does not explain {len(rows)} messages; add rows (double backticks around a backtick):\n" + "\n".join(rows)
+
+
+@pytest.mark.parametrize("page", PLACES)
+def test_no_message_is_explained_that_nobody_sees(page: str, source: Source) -> None:
+    """The first cell of each row of a table that begins with "message" or "reason" holds words of the source."""
+    known = {text.strip(GAP + "\n") for message in (*refusals(source), *reasons(source)) for text in message.texts}
+    stale, collecting = [], False
+    for line in (DOCS / page).read_text().splitlines():
+        collecting = line.startswith(("| message |", "| reason |")) or (collecting and line.startswith("|"))
+        if collecting:
+            stale += [span for span in spans(line.split(" | ")[0]) if not any(text in span for text in known)]
+    assert not stale, f"docs/{page} explains what the source does not say any more: {stale}"
+
+
+def test_messages_are_read_as_they_are_raised(source: Source) -> None:
+    """The reader of the source sees constants, f-strings, tables, functions that return texts, and callers' arguments."""
+    texts = {text for message in refusals(source) for text in message.texts}
+    for known in (
+        ".item()",
+        "reads the values of a tensor, which are not known while capturing; keep it outside the jitted function, or compute it with tensor ops",
+        "`…` is assigned in its test (`:=`); assign it in the body",
+        "a forward hook on …",
+    ):
+        assert known in texts
+
+
+# -- names -----------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_links_exist(page: Path) -> None:
+    text = outside_blocks(page)
+    missing = []
+    for span in spans(text):
+        path = span.split("::")[0]
+        if PATH.fullmatch(path) and not any((folder / path).exists() for folder in (ROOT, FUSEJIT, DOCS)):
+            missing.append(span)
+    for target in re.findall(r"\]\(([^)\s]+)\)", SPAN.sub("", text)):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (page.parent / path) if path else page
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if file.suffix == ".md" and file.exists() else []
+        slugs = {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+        if not file.exists() or (anchor and anchor not in slugs):
+            missing.append(target)
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+def test_the_knobs_and_the_names_of_the_package_are_documented() -> None:
+    import fusejit
+    from fusejit.knobs import KNOBS
+
+    text = (DOCS / "index.md").read_text()
+    for knob in KNOBS.values():
+        assert f"| `{knob.variable}` |" in text and knob.meaning in text
+    shown = "\n".join(spans("".join(outside_blocks(page) for page in PAGES)))
+    unknown = [name for name in fusejit.__all__ if not re.search(rf"\b{name}\b", shown)]
+    assert not unknown, f"no page names {unknown}"
+
+
+# -- README ----------------------------------------------------------------------------------------------------------------------------
+def test_readme_is_one_screen_of_short_sentences() -> None:
+    assert README.read_text().count("\n") <= LINES
+    prose = "\n".join(line for line in outside_blocks(README).splitlines() if not line.startswith(("|", "#", "<!--")))
+    prose = SPAN.sub("code", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", prose))
+    sentences = re.split(r"(?<=[.:;?!])\s+|\n\s*\n|\n[*-] ", prose)
+    long = [sentence for sentence in sentences if len(sentence.split()) > WORDS]
+    assert not long, f"sentences of more than {WORDS} words: {long}"
+
+
+def test_readme_has_its_two_commands() -> None:
+    text = README.read_text()
+    assert "pip install -e '.[test]' && pytest" in text and "fusejit bench" in text
+
+
+def test_readme_shows_the_table_of_the_committed_results(request: pytest.FixtureRequest) -> None:
+    mode = "--write" if request.config.getoption("--update-golden") else "--check"
+    script = ROOT / "perf" / "scripts" / "readme_table.py"
+    done = subprocess.run([sys.executable, str(script), mode], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- the site and the archive ----------------------------------------------------------------------------------------------------------
+def test_the_site_has_every_page() -> None:
+    listed = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {page.name for page in DOCS.glob("*.md")} <= listed
+
+
+def test_the_archive_holds_what_a_packager_needs() -> None:
+    """MANIFEST.in names the folders and files beside the package; building one takes a network, so its words are read."""
+    manifest = (ROOT / "MANIFEST.in").read_text()
+    for name in ("tests", "perf", "docs", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml"):
+        assert re.search(rf"^(graft|include|recursive-include) .*{re.escape(name)}", manifest, re.MULTILINE), name
