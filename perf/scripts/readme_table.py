@@ -49,7 +49,7 @@ def table(result: dict[str, Any]) -> str:
     equal = len(compared) - len(fewer) - len(more)
     ranked = sorted((case for case in fewer if case not in more), key=lambda case: compare(case)[1])
     head = "| block, 8192 x 8192 in bfloat16 | launches | torch.compile | MB moved | torch.compile |\n|---|---:|---:|---:|---:|"
-    said = [f"Equal in launches, and in bytes within {1 - SAME:.0%}: {equal} other blocks."]
+    said = [f"Equal in launches, and in bytes within {1 - SAME:.0%}: {equal} other cases."]
     said += [f"More: {len(more)} ({', '.join(case['case'] for case in more)})."] if more else ["More in none."]
     failed = sorted({case["case"] for case in cases if not case["torch.compile"]})
     said += [f"Not compared, since torch.compile's script fails: {', '.join(failed)}."] if failed else []
