@@ -74,6 +74,7 @@ class Source:
         self.imported: dict[tuple[Path, str], str] = {}
         self.functions: dict[str, list[Function]] = {}
         self.calls: dict[str, list[ast.Call]] = {}
+        self.bound: dict[Function, dict[str, list[ast.expr]]] = {}
         for path in sorted(root.rglob("*.py")):
             self.read(path, ast.parse(path.read_text()))
 
@@ -188,8 +189,7 @@ class Source:
         """The expressions that a name may be bound to: in its function, in those around it, by callers, in its file, where it is imported from."""
         function = self.scope(name)
         while function is not None:
-            found = [value for node in ast.walk(function) for bound, value in assigned(node) if bound == name.id]
-            self.adopt([value for value in found if value not in self.parents], function)
+            found = self.variables(function).get(name.id, [])
             if not found and name.id in (parameters := [a.arg for a in (*function.args.posonlyargs, *function.args.args)]):
                 found = self.passed(function, name.id, parameters)
             if found:
@@ -201,6 +201,15 @@ class Source:
             found = [v for (other, n), vs in self.constants.items() if n == name.id and other.stem == module for v in vs]
         self.adopt([value for value in found if value not in self.parents], name)
         return found
+
+    def variables(self, function: Function) -> dict[str, list[ast.expr]]:
+        """What the names of a function are bound to."""
+        if function not in self.bound:
+            self.bound[function] = found = {}
+            for name, value in (pair for node in ast.walk(function) for pair in assigned(node)):
+                found.setdefault(name, []).append(value)
+            self.adopt([value for values in found.values() for value in values if value not in self.parents], function)
+        return self.bound[function]
 
     def passed(self, function: Function, name: str, parameters: list[str]) -> list[ast.expr]:
         """What the callers of a function give for a parameter."""

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from messages import FUSEJIT, GAP, Message, Source
 ROOT = FUSEJIT.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md", README]
 NEEDS_GPU = "<!-- needs a GPU -->"
 OUTPUT = "<!-- output -->"
-FENCE = re.compile(r"(?P<above>[^\n]*)\n(?P<fence>```+)(?P<kind>[^\n]*)\n(?P<text>.*?)\n(?P=fence)[ ]*(?=\n|$)", re.DOTALL)
+FENCE = re.compile(r"^(?P<above>[^\n]*)\n(?P<fence>```+)(?P<kind>[^\n`]*)\n(?P<text>(?:.*?\n)??)(?P=fence)[ ]*$", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 PATH = re.compile(r"(?:[\w.-]+/)+(?:[\w.-]+)?|[\w-]+\.(?:md|toml|yml)|\.ci/run")
 WORDS = 25
@@ -42,18 +43,16 @@ REASONS = ("why_wrapped", "why_not_select", "why_not", "waits")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block of a page: the line above it, its kind, its text, where it stands."""
+    """A fenced block of a page: the line above it, its kind, its text, and the offsets of that in the page."""
 
     above: str
     kind: str
     text: str
-    line: int
+    span: tuple[int, int]
 
 
 def blocks(page: Path) -> list[Block]:
-    text = page.read_text()
-    found = [(m["above"].strip(), m["kind"].strip(), m["text"], text.count("\n", 0, m.start("text")) + 1) for m in FENCE.finditer(text)]
-    return [Block(*block) for block in found]
+    return [Block(m["above"].strip(), m["kind"].strip(), m["text"], m.span("text")) for m in FENCE.finditer(page.read_text())]
 
 
 def outside_blocks(page: Path) -> str:
@@ -75,7 +74,7 @@ def steady(text: str) -> str:
 def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The Python blocks of a page share their names, each is a file `model.py` of its own."""
     names: dict[str, Any] = {"__name__": "model"}
-    printed = ""
+    printed, changed = "", []
     for number, block in enumerate(blocks(page)):
         if block.kind == "python":
             code = ast.parse(block.text)
@@ -83,36 +82,44 @@ def test_blocks_run_and_print_what_is_shown(page: Path, tmp_path: Path, request:
                 continue
             path = tmp_path / str(number) / "model.py"
             path.parent.mkdir()
-            path.write_text(block.text + "\n")
+            path.write_text(block.text)
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(code, str(path), "exec", dont_inherit=True), names)
-            printed = out.getvalue().rstrip()
+            printed = out.getvalue()
         elif block.above == OUTPUT and steady(printed) != steady(block.text):
-            assert request.config.getoption("--update-golden"), f"{page.name}:{block.line} shows something else than:\n{printed}"
-            page.write_text(page.read_text().replace(block.text, printed))
+            changed.append((block.span, printed))
+    if request.config.getoption("--update-golden"):
+        text = page.read_text()
+        for (begin, end), printed in reversed(changed):
+            text = f"{text[:begin]}{printed}{text[end:]}"
+        page.write_text(text)
+        return
+    assert not changed, f"{page.name} shows something else than (--update-golden replaces it):\n" + "\n".join(p for _, p in changed)
 
 
 # -- words -----------------------------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
+@cache
 def source() -> Source:
     return Source(FUSEJIT)
 
 
-def refusals(source: Source) -> list[Message]:
-    return [message for classes, arguments in REFUSALS.items() for message in source.messages(*classes, arguments=arguments)]
+@cache
+def refusals() -> list[Message]:
+    return [message for classes, arguments in REFUSALS.items() for message in source().messages(*classes, arguments=arguments)]
 
 
-def reasons(source: Source) -> list[Message]:
-    return source.messages(*KEPT_APART) + [message for name in REASONS for message in source.returned(name)]
+@cache
+def reasons() -> list[Message]:
+    return source().messages(*KEPT_APART) + [message for name in REASONS for message in source().returned(name)]
 
 
 PLACES = {"troubleshooting.md": refusals, "reading-explain.md": reasons}
 
 
 @pytest.mark.parametrize("page", PLACES)
-def test_every_refusal_is_explained(page: str, source: Source) -> None:
+def test_every_refusal_is_explained(page: str) -> None:
     shown = "\n".join(spans((DOCS / page).read_text()))
-    messages = PLACES[page](source)
+    messages = PLACES[page]()
     assert len(messages) > 40
     missing = {text: message.where for message in messages for text in message.texts if text.strip(GAP + "\n") not in shown}
     rows = [f"| `{text}` | what it means | what to write instead |   <- {where}" for text, where in missing.items()]
@@ -120,9 +127,9 @@ def test_every_refusal_is_explained(page: str, source: Source) -> None:
 
 
 @pytest.mark.parametrize("page", PLACES)
-def test_no_message_is_explained_that_nobody_sees(page: str, source: Source) -> None:
+def test_no_message_is_explained_that_nobody_sees(page: str) -> None:
     """The first cell of each row of a table that begins with "message" or "reason" holds words of the source."""
-    known = {text.strip(GAP + "\n") for message in (*refusals(source), *reasons(source)) for text in message.texts}
+    known = {text.strip(GAP + "\n") for message in (*refusals(), *reasons()) for text in message.texts}
     stale, collecting = [], False
     for line in (DOCS / page).read_text().splitlines():
         collecting = line.startswith(("| message |", "| reason |")) or (collecting and line.startswith("|"))
@@ -131,9 +138,9 @@ def test_no_message_is_explained_that_nobody_sees(page: str, source: Source) -> 
     assert not stale, f"docs/{page} explains what the source does not say any more: {stale}"
 
 
-def test_messages_are_read_as_they_are_raised(source: Source) -> None:
+def test_messages_are_read_as_they_are_raised() -> None:
     """The reader of the source sees constants, f-strings, tables, functions that return texts, and callers' arguments."""
-    texts = {text for message in refusals(source) for text in message.texts}
+    texts = {text for message in refusals() for text in message.texts}
     for known in (
         ".item()",
         "reads the values of a tensor, which are not known while capturing; keep it outside the jitted function, or compute it with tensor ops",
@@ -198,6 +205,16 @@ def test_readme_shows_the_table_of_the_committed_results(request: pytest.Fixture
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# -- the changelog ---------------------------------------------------------------------------------------------------------------------
+def test_the_changelog_keeps_its_form() -> None:
+    """Keep a Changelog: sections by kind, one line a change."""
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    kinds = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+    body = lines[next(number for number, line in enumerate(lines) if line.startswith("## ")) :]
+    other = [line for line in body if line and not line.startswith(("* ", "## ")) and line not in [f"### {kind}" for kind in kinds]]
+    assert not other, f"each change is one line that begins with '* ', below ### {', '.join(kinds)}: {other}"
+
+
 # -- the site and the archive ----------------------------------------------------------------------------------------------------------
 def test_the_site_has_every_page() -> None:
     listed = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
@@ -205,7 +222,7 @@ def test_the_site_has_every_page() -> None:
 
 
 def test_the_archive_holds_what_a_packager_needs() -> None:
-    """MANIFEST.in names the folders and files beside the package; building one takes a network, so its words are read."""
+    """MANIFEST.in names the folders and files beside the package; building one takes seconds and a network, so its words are read."""
     manifest = (ROOT / "MANIFEST.in").read_text()
     for name in ("tests", "perf", "docs", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml"):
         assert re.search(rf"^(graft|include|recursive-include) .*{re.escape(name)}", manifest, re.MULTILINE), name
