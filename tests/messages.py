@@ -5,8 +5,8 @@ In: the package's folder. Out: for each place that makes a refusal its texts, wi
     >>> sorted(Source(FUSEJIT).messages("CaptureError"))[0].texts
     ('… has … specialisations already (FUSEJIT_SPECIALISATIONS)',)
 
-A text may come from a constant, an f-string, a local variable, a table, a function that returns texts, or an argument of the function that
-refuses; what comes from none of these (torch's own error, a name of the user's) is "…".
+A text may come from a constant, an f-string, a local variable, a table, a function that returns texts, or an argument of the
+function that refuses; what comes from none of these (torch's own error, a name of the user's) is "…".
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
                 yield target.id, node.value
             elif isinstance(target, ast.Tuple):
                 yield from unpacked(target, node.value)
-    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and isinstance(node.target, ast.Name) and node.value:
-        yield node.target.id, node.value
-    elif isinstance(node, ast.NamedExpr):
-        yield node.target.id, node.value
+    elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
+        if isinstance(node.target, ast.Name) and node.value:
+            yield node.target.id, node.value
     elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Tuple):
         yield from unpacked(node.target, node.iter)
 
@@ -74,6 +73,7 @@ class Source:
         self.imported: dict[tuple[Path, str], str] = {}
         self.functions: dict[str, list[Function]] = {}
         self.calls: dict[str, list[ast.Call]] = {}
+        self.bases: dict[str, list[str]] = {}
         self.bound: dict[Function, dict[str, list[ast.expr]]] = {}
         for path in sorted(root.rglob("*.py")):
             self.read(path, ast.parse(path.read_text()))
@@ -88,21 +88,41 @@ class Source:
             self.parents |= dict.fromkeys(ast.iter_child_nodes(node), node)
             if isinstance(node, Function):
                 self.functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.ClassDef):
+                self.bases[node.name] = [name_of(base) for base in node.bases]
             elif isinstance(node, ast.Call):
                 self.calls.setdefault(name_of(node.func), []).append(node)
             elif isinstance(node, ast.ImportFrom):
-                self.imported |= {(path, a.asname or a.name): (node.module or "").rpartition(".")[2] for a in node.names}
+                self.imported |= {
+                    (path, a.asname or a.name): (node.module or "").rpartition(".")[2] for a in node.names
+                }
 
     def messages(self, *classes: str, arguments: int = 1) -> list[Message]:
         """What the calls of these classes are given as their first arguments, in the order of the source."""
         found = []
         for call in (call for name in classes for call in self.calls.get(name, ())):
-            given = list(call.args)
+            given = [
+                *call.args,
+                *(keyword.value for keyword in call.keywords if keyword.arg in ("op", "reason", "text")),
+            ]
             if given and isinstance(given[0], ast.Starred):
                 given = [ast.Subscript(given[0].value, ast.Constant(place)) for place in range(arguments)]
                 self.adopt(given, call)
             for argument in given[:arguments]:
                 found.append(self.message(argument, call))
+        return found
+
+    def exceptions(self) -> set[str]:
+        """The classes of errors that the package defines."""
+        found: set[str] = set()
+        size = -1
+        while size < len(found):
+            size = len(found)
+            found |= {
+                name
+                for name, bases in self.bases.items()
+                if any(b in found or b.endswith(("Error", "Exception")) for b in bases)
+            }
         return found
 
     def returned(self, name: str) -> list[Message]:
@@ -156,7 +176,11 @@ class Source:
         """What stands in a place of an f-string: a text of ours where a name is bound to some, a gap otherwise."""
         if not isinstance(node, ast.FormattedValue):
             return self.texts(node, depth)
-        plain = node.conversion == -1 and node.format_spec is None and isinstance(node.value, (ast.Name, ast.IfExp, ast.Subscript))
+        plain = (
+            node.conversion == -1
+            and node.format_spec is None
+            and isinstance(node.value, (ast.Name, ast.IfExp, ast.Subscript))
+        )
         texts = self.texts(node.value, depth) if plain else {GAP}
         phrases = {text if says_something(text) and (" " in text or text == "") else GAP for text in texts}
         return phrases or {GAP}
@@ -171,8 +195,12 @@ class Source:
             return self.union(self.items(node.func.value, node.args[0], depth), depth)
         if name == "format" and isinstance(node.func, ast.Attribute):
             return {re.sub(r"\{\w*\}", GAP, text) for text in self.texts(node.func.value, depth + 1)}
-        own = [f for f in self.functions.get(name, ()) if isinstance(node.func, ast.Name) or len(self.functions[name]) == 1]
-        returned = [r.value for f in own for r in ast.walk(f) if isinstance(r, ast.Return) and r.value and self.scope(r) is f]
+        own = [
+            f for f in self.functions.get(name, ()) if isinstance(node.func, ast.Name) or len(self.functions[name]) == 1
+        ]
+        returned = [
+            r.value for f in own for r in ast.walk(f) if isinstance(r, ast.Return) and r.value and self.scope(r) is f
+        ]
         return self.union(returned, depth) if len(own) == 1 else {GAP}
 
     # Names.
@@ -186,11 +214,13 @@ class Source:
         return None
 
     def values(self, name: ast.Name) -> list[ast.expr]:
-        """The expressions that a name may be bound to: in its function, in those around it, by callers, in its file, where it is imported from."""
+        """The expressions that a name may be bound to: in its function and those around it, by callers, in files."""
         function = self.scope(name)
         while function is not None:
             found = self.variables(function).get(name.id, [])
-            if not found and name.id in (parameters := [a.arg for a in (*function.args.posonlyargs, *function.args.args)]):
+            if not found and name.id in (
+                parameters := [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+            ):
                 found = self.passed(function, name.id, parameters)
             if found:
                 return found
@@ -198,7 +228,9 @@ class Source:
         path = self.files[name]
         found = self.constants.get((path, name.id), [])
         if not found and (module := self.imported.get((path, name.id))):
-            found = [v for (other, n), vs in self.constants.items() if n == name.id and other.stem == module for v in vs]
+            found = [
+                v for (other, n), vs in self.constants.items() if n == name.id and other.stem == module for v in vs
+            ]
         self.adopt([value for value in found if value not in self.parents], name)
         return found
 
@@ -217,7 +249,11 @@ class Source:
         for call in self.calls.get(function.name, ()):
             skipped = parameters[0] in ("self", "cls") and isinstance(call.func, ast.Attribute)
             found += [keyword.value for keyword in call.keywords if keyword.arg == name]
-            found += [] if any(isinstance(a, ast.Starred) for a in call.args) else call.args[place - skipped : place - skipped + 1]
+            found += (
+                []
+                if any(isinstance(a, ast.Starred) for a in call.args)
+                else call.args[place - skipped : place - skipped + 1]
+            )
         return found
 
     def items(self, table: ast.expr, place: ast.expr, depth: int) -> list[ast.expr]:
@@ -236,7 +272,9 @@ class Source:
             case ast.DictComp(value=value):
                 rows = [value]
             case ast.Call(func=ast.Attribute(value=inner, attr="items")):
-                dicts = [d for d in (self.values(inner) if isinstance(inner, ast.Name) else []) if isinstance(d, ast.Dict)]
+                dicts = [
+                    d for d in (self.values(inner) if isinstance(inner, ast.Name) else []) if isinstance(d, ast.Dict)
+                ]
                 first = isinstance(place, ast.Constant) and place.value == 0
                 rows = [item for d in dicts for item in (d.keys if first else d.values) if item is not None]
             case ast.Name():
@@ -249,5 +287,5 @@ class Source:
 
 
 def name_of(function: ast.expr) -> str:
-    """The last part of the name that is called."""
+    """The last part of a name."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

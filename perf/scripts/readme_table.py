@@ -1,7 +1,8 @@
-"""The table of README: launches and bytes beside torch.compile's, from a committed result: `python perf/scripts/readme_table.py [--write | --check]`.
+"""The table of README: launches and bytes beside torch.compile's, from a committed result.
 
-In: perf/results/cpu-peer-static.json, which perf/static.py wrote with --peer. Out: the table on stdout; --write puts it between the marks of
-README.md, --check fails where README holds another one. The blocks that save most bytes have a row, the others are counted.
+Usage: `python perf/scripts/readme_table.py [--write | --check]`. In: perf/results/cpu-peer-static.json, which perf/static.py wrote
+with --peer. Out: the table on stdout; --write puts it between the marks of README.md, --check fails where README holds another
+one. The blocks that save most bytes have a row, the others are counted.
 
     | block | launches | torch.compile's | MB moved | torch.compile's |
 """
@@ -49,14 +50,15 @@ def table(result: dict[str, Any]) -> str:
     more = [case for case in compared if compare(case)[0] < 0 or compare(case)[1] > 2 - SAME]
     equal = len(compared) - len(fewer) - len(more)
     ranked = sorted((case for case in fewer if case not in more), key=lambda case: compare(case)[1])
-    head = "| block, 8192 x 8192 in bfloat16 | launches | torch.compile | MB moved | torch.compile |\n|---|---:|---:|---:|---:|"
+    head = "| block, 8192 x 8192 in bfloat16 | launches | torch.compile | MB moved | torch.compile |"
+    rule = "|---|---:|---:|---:|---:|"
     rest = len(ranked) - ROWS
     said = [f"Fewer in {rest} more."] if rest > 0 else []
     said += [f"Equal in launches, and in bytes within {1 - SAME:.0%}: {equal} cases."]
     said += [f"More: {len(more)} ({', '.join(case['case'] for case in more)})."] if more else ["More in none."]
     failed = sorted({case["case"] for case in cases if not case["torch.compile"]})
     said += [f"Not compared, since torch.compile's script fails: {', '.join(failed)}."] if failed else []
-    return "\n".join([head, *map(row, ranked[:ROWS]), "", " ".join(said)])
+    return "\n".join([head, rule, *map(row, ranked[:ROWS]), "", " ".join(said)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
