@@ -5,8 +5,8 @@ In: the package's folder. Out: for each place that makes a refusal its texts, wi
     >>> sorted(Source(FUSEJIT).messages("CaptureError"))[0].texts
     ('… has … specialisations already (FUSEJIT_SPECIALISATIONS)',)
 
-A text may come from a constant, an f-string, a local variable, a table, a function that returns texts, or an argument of the
-function that refuses; what comes from none of these (torch's own error, a name of the user's) is "…".
+A text may come from a constant, an f-string, a local variable, a table, a function that returns texts, or an argument
+of the function that refuses; what comes from none of these (torch's own error, a name of the user's) is "…".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""README and docs: Python blocks run and print what stands there, files that are named exist, every refusal is explained.
+"""README and docs: Python blocks run and print what stands there, files that are named exist, refusals are explained.
 
 `pytest tests/test_docs.py --update-golden` rewrites the outputs and the table of README.
 """
