@@ -1,8 +1,8 @@
 """The table of README: launches and bytes beside torch.compile's, from a committed result.
 
 Usage: `python perf/scripts/readme_table.py [--write | --check]`. In: perf/results/cpu-peer-static.json, which
-perf/static.py wrote with --peer. Out: the table on stdout; --write puts it between the marks of README.md, --check fails
-where README holds another one. The blocks that save most bytes have a row, the others are counted.
+perf/static.py wrote with --peer. Out: the table on stdout; --write puts it between the marks of README.md, --check
+fails where README holds another one. The blocks that save most bytes have a row, the others are counted.
 
     | block | launches | torch.compile's | MB moved | torch.compile's |
 """
