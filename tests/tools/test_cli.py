@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fusejit.cli import main
+from fusejit.tools.cli import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SAMPLE = """
 import torch
 
@@ -42,8 +42,15 @@ def sample(tmp_path):
 def fusejit_command(sample):
     def run(*arguments):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run([sys.executable, "-m", "fusejit", *arguments], capture_output=True, text=True, cwd=sample, env=environment,
-                              timeout=200, stdin=subprocess.DEVNULL)  # fmt: skip
+        return subprocess.run(
+            [sys.executable, "-m", "fusejit", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=sample,
+            env=environment,
+            timeout=200,
+            stdin=subprocess.DEVNULL,
+        )
 
     return run
 
