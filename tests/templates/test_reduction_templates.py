@@ -4,6 +4,8 @@ reads once.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -392,13 +394,14 @@ def looped(monkeypatch):
     """Every row reduction is looped over, in tiles of 256 columns whose loads are ahead, and none is split."""
     from fusejit.codegen.passes import rfactor, schedule
     from fusejit.codegen.schedule.choice import Schedule
-    from fusejit.templates import base, table
+    from fusejit.templates import table
 
     def tiles(cluster, device):
         return [Schedule("reduction_looped", (("XBLOCK", 2), ("RBLOCK", 256)), 4, num_stages=2)]
 
     rows = [t for t in table.TEMPLATES if t.name not in ("reduction_persistent", "reduction_looped")]
-    every = base.Template("reduction_looped", lambda cluster: bool(cluster.reduce), tiles)
+    looped = table.TEMPLATE["reduction_looped"]
+    every = replace(looped, applies=lambda cluster: bool(cluster.reduce), tiles=tiles)
     monkeypatch.setattr(schedule, "TEMPLATES", (rows[0], every, *rows[1:]))
     monkeypatch.setattr(rfactor, "_pieces", lambda *args: 0)
 

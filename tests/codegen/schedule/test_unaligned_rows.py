@@ -4,6 +4,8 @@ for an H100.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,13 +99,14 @@ def looped(monkeypatch):
     """Every row reduction is looped over in tiles of 128 columns."""
     from fusejit.codegen.passes import schedule
     from fusejit.codegen.schedule.choice import Schedule
-    from fusejit.templates import base, table
+    from fusejit.templates import table
 
     def tiles(cluster, device):
         found = peel(cluster)
         return [Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", 128)), 4, 2, peel=found.group if found else 0)]
 
-    every = base.Template("reduction_looped", lambda cluster: bool(cluster.reduce), tiles)
+    looped = table.TEMPLATE["reduction_looped"]
+    every = replace(looped, applies=lambda cluster: bool(cluster.reduce), tiles=tiles)
     kept = [t for t in table.TEMPLATES if t.name not in ("reduction_persistent", "reduction_looped")]
     monkeypatch.setattr(schedule, "TEMPLATES", (kept[0], every, *kept[1:]))
 
