@@ -48,6 +48,7 @@ from .disable import Switch, nesting
 from .dynamo_backend import Reader
 
 log = logging.getLogger("fusejit")
+jit_trace = torch._C._get_tracing_state
 RECEIVERS = 16
 """Of how many objects a decorated method keeps all specialisations that the limit allows; beyond, the oldest go."""
 CHANGING = 3
@@ -131,7 +132,9 @@ class JitFunction:
 
     def call(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call the function; `receiver` is the object of a decorated method."""
-        if is_dynamo_compiling():
+        if (
+            is_dynamo_compiling() or jit_trace() is not None
+        ):  # torch.jit.trace records what is called, which programs do not show it
             return (
                 self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)
             )

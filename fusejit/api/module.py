@@ -34,7 +34,8 @@ class JitModule(torch.nn.Module):
     """A jitted `nn.Module`: the same parameters, buffers, names and methods; calling it runs the compiled module.
 
     `state_dict`, `parameters`, `train`, `to` and the like are the original's; hooks registered on the JitModule run
-    around the compiled call.
+    around the compiled call, and so does a `forward` that is set on it (`fast.forward = wrapper(fast.forward)`), as
+    Python.
     """
 
     _fusejit_ready = False
@@ -62,7 +63,7 @@ class JitModule(torch.nn.Module):
         """Run the module; hooks that were registered on the JitModule run around it (global ones belong to the module
         inside).
         """
-        if any(self._fusejit_hooks):
+        if any(self._fusejit_hooks) or "forward" in self.__dict__:
             return super().__call__(*args, **kwargs)
         return self._fusejit_function(*args, **kwargs)
 
@@ -75,14 +76,17 @@ class JitModule(torch.nn.Module):
         return getattr(self.__dict__["__wrapped__"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = not self._fusejit_ready or name in self.__dict__
+        own = not self._fusejit_ready or name in self.__dict__ or name == "forward"
         if own or name == "__class__":  # torch's fully_shard gives modules a class of their own
             object.__setattr__(self, name, value)
         else:
             setattr(self.__wrapped__, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self.__wrapped__, name)
+        if name == "forward" and name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self.__wrapped__, name)
 
     def __reduce__(self) -> Any:
         """The module inside, the options, and what belongs to the JitModule alone: its hooks."""

@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..capture.regions.extract import Region, Spec
 from ..codegen.graph.simplify import unwritten
+from ..codegen.ir.effects import first_in_turn
 from .autograd_function import Differentiable
 from .built import Built, Compiler, outside_autocast, placeholder_values
 from .joint import lift_constants, with_constants
@@ -91,11 +92,13 @@ def compose(module: GraphModule, inputs: Sequence[Tensor], tools: Toolchain, com
             calls.
 
     Returns:
-        None where a value crosses the boundary of a region in a way that only a trace of the whole gets right: views,
-            in-place changes.
+        None where a value crosses the boundary of a region in a way that only a trace of the whole gets right (views,
+        in-place changes), and where an op has an effect.
     """
     core, views = split_views(module)
     core, constants = lift_constants(core)
+    if first_in_turn(core.graph.nodes) is not None:
+        return None
     values = [node.meta["val"] for node in core.graph.nodes if node.op == "placeholder"]
     made = Composed(values, [value.requires_grad for value in (*inputs, *constants)])
     notes = len(tools.notes)

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 
 from ..capture.source_lines import user_line
-from ..capture.tracer import LOCK
+from ..capture.tracer import LOCK, NO_FORMULA
+from ..codegen.ir.effects import kept
 from ..codegen.ops.random import share_seeds
 from ..errors import Unsupported
 from .autograd_function import Differentiable
 from .built import Built, Compiler, flat_graph, outside_autocast, placeholder_values
-from .output_views import core_graph, split_views, with_views
+from .output_views import core_graph, is_inplace, split_views, with_views
 from .partition import partition
 from .torch_wrappers import why_wrapped, wrapped
 
@@ -132,11 +133,12 @@ def trace_joint(
         aot_export_joint_with_descriptors,
     )  # 2.4 s of import: only when something is compiled
 
+    refuse_formless(core.graph)
     stack.enter_context(capture_quietly())
     given = fake_inputs(inputs)
     if given:
         stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(given[0].fake_mode)))  # type: ignore[attr-defined]
-    with LOCK:  # torch marks a running trace in a global that other threads' traces would spoil
+    with LOCK, kept():  # torch marks a running trace in a global that other threads' traces would spoil
         joint = aot_export_joint_with_descriptors(
             stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
         )
@@ -144,6 +146,26 @@ def trace_joint(
     if change is not None:
         change(joint._aot_graph_capture.graph_module)
     return joint, given
+
+
+def refuse_formless(graph: torch.fx.Graph) -> None:
+    """Refuse an op whose gradient is that of the ops that its kernel calls, where a gradient can come to it."""
+    wanted: set[torch.fx.Node] = set()
+    for node in reversed(graph.nodes):
+        floats = [
+            leaf
+            for leaf in torch.utils._pytree.tree_leaves(node.meta.get("val"))
+            if isinstance(leaf, Tensor) and floating(leaf)
+        ]
+        if node.op == "output" or is_inplace(node) or floats and not wanted.isdisjoint(node.users):
+            wanted.add(node)
+            if NO_FORMULA in node.meta:
+                reason = "it has no formula for its gradient; eager's is that of the ops that its kernel calls"
+                raise Unsupported(str(node.target), reason, user_line(node))
+
+
+def floating(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 @contextlib.contextmanager
@@ -178,7 +200,8 @@ def route(joint: Any, given: list[Tensor], compiler: Compiler) -> Built:
         plain = flat_graph(module)
         graphs["forward"] = plain
         program = compiler(plain, placeholder_values(plain), "forward")
-        return Built(outside_autocast(program), graphs, program, mutates=mutates)
+        moving = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in given)
+        return Built((without_grad if moving else outside_autocast)(program), graphs, program, mutates=mutates)
     refuse_sparse(module)
     halves = partition(module, captured.updated_flat_args, state.fw_metadata.num_outputs)
     graphs |= {"forward": halves.forward, "backward": halves.backward}
@@ -215,3 +238,16 @@ def overlaps(value: Tensor) -> bool:
             return True
         reach += stride * (extent - 1)
     return False
+
+
+def without_grad(program: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Run a program whose results have no gradient although its inputs require one: what it calls of torch would
+    record.
+    """
+    inside = outside_autocast(program)
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        with torch.no_grad():
+            return inside(inputs)
+
+    return run

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..codegen.ir.effects import alive_before
+
 Tensor = torch.Tensor
 
 
@@ -81,7 +83,7 @@ def core_graph(module: torch.fx.GraphModule, outputs: list[torch.fx.Node]) -> to
         if node.op != "output":
             names[node] = copied.node_copy(node, names.__getitem__)
     copied.output(tuple(names[value] for value in outputs))
-    copied.eliminate_dead_code()
+    copied.eliminate_dead_code(alive_before)
     return torch.fx.GraphModule(module, copied)
 
 

@@ -14,8 +14,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from ..capture.checkpoints import decide
+from ..codegen.ir.effects import in_their_half, told_apart
 
 GraphModule = torch.fx.GraphModule
 FLOAT = "fusejit_float"
@@ -44,12 +48,8 @@ class Halves:
 
 def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
     """Cut the joint graph; `inputs` are its example inputs and `results` the number of forward results."""
-    from torch._functorch.partitioners import (
-        min_cut_rematerialization_partition,
-    )  # costs seconds of import: only when compiling
-
     with floats_as_tensors(joint):
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=results)
+        forward, backward = halved(joint, inputs, num_fwd_outputs=results)
     for half in (forward, backward):
         restore_floats(half)
     sizes = save_in_order(forward, backward, results)
@@ -65,6 +65,19 @@ def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
     output.args = (tuple(kept),)
     backward.recompile()
     return Halves(forward, backward, results, len(outputs) - results, tuple(gradients), sizes)  # type: ignore[arg-type]
+
+
+def halved(joint: GraphModule, inputs: object, **options: Any) -> tuple[GraphModule, GraphModule]:
+    """Let torch cut a joint graph; what has an effect stays in its half, once."""
+    from torch._functorch.partitioners import (
+        min_cut_rematerialization_partition,
+    )  # costs seconds of import: only when compiling
+
+    decide(joint.graph)
+    with in_their_half(joint):
+        halves = min_cut_rematerialization_partition(joint, inputs, **options)
+    told_apart(joint, *halves)
+    return halves  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from ..codegen.ir.effects import kept
 from ..errors import Unsupported
 from ..runtime.torch_private import unread
 from .built import Built, Compiler, flat_graph, outside_autocast, placeholder_values
+from .partition import halved
 
 
 def why_wrapped(joint: Any) -> str:
@@ -46,7 +48,6 @@ def why_wrapped(joint: Any) -> str:
 def wrapped(joint: Any, compiler: Compiler, graphs: dict[str, Any], reason: str, mutates: bool) -> Built:
     """Compile both halves and run them inside torch's runtime wrappers."""
     from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     programs: dict[str, Any] = {}
 
@@ -62,13 +63,10 @@ def wrapped(joint: Any, compiler: Compiler, graphs: dict[str, Any], reason: str,
 
         return compiled
 
-    function, _ = aot_stage2_compile(
-        joint._aot_state,
-        joint._aot_graph_capture,
-        min_cut_rematerialization_partition,
-        compile_half("forward"),
-        compile_half("backward"),
-    )
+    with kept():
+        function, _ = aot_stage2_compile(
+            joint._aot_state, joint._aot_graph_capture, halved, compile_half("forward"), compile_half("backward")
+        )
     boxed = getattr(function, "_boxed_call", False)
     run = function if boxed else lambda inputs: function(*inputs)
     if not boxed:
@@ -108,11 +106,14 @@ class Boxed:
     _boxed_call = True
 
     def __init__(self, program: Any, places: list[int | None]) -> None:
-        self.program, self.places = outside_autocast(program), places
+        self.half, self.places = (
+            outside_autocast(program),
+            places,
+        )  # torch's wrappers take attributes over: none that `Built.body` knows
 
     @unread
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        results = self.program(inputs)
+        results = self.half(inputs)
         return [None if place is None else results[place] for place in self.places]
 
 

@@ -23,6 +23,7 @@ import torch
 from torch.fx import _symbolic_trace
 
 from ..errors import Unsupported
+from .checkpoints import marking, policy_of
 from .source_lines import ENTRY, kind, shorten, stack_entry
 from .state.global_names import class_table, users_class
 from .tracer import LOCAL, LOCK
@@ -413,8 +414,10 @@ def enter_autocast(*state: Any) -> Any:
 
 
 def run_checkpointed(body: Any, *inputs: Any, **options: Any) -> Any:
-    """What `torch.utils.checkpoint` runs, in place: our own partition of forward and backward says what is kept."""
-    return (replay(body) if isinstance(body, torch.fx.GraphModule) else body)(*inputs)
+    """What `torch.utils.checkpoint` runs, in place, and marked with what is to be kept."""
+    context_fn = body.meta.get("_checkpoint_context_fn") if isinstance(body, torch.fx.GraphModule) else None
+    with marking(policy_of(context_fn)):
+        return (replay(body) if isinstance(body, torch.fx.GraphModule) else body)(*inputs)
 
 
 ENTER_AUTOCAST: Any = torch.amp.autocast_mode._enter_autocast

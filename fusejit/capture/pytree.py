@@ -139,6 +139,16 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value
 
 
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of a call to torch."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif kind is tuple or kind is list or kind is dict:
+        for item in value.values() if kind is dict else value:
+            yield from tensors(item)
+
+
 def paths(structure: Any, prefix: str = "") -> list[str]:
     """Name each leaf, for messages: ``args[0]['mask'][1]``."""
     if structure is LEAF:

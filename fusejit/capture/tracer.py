@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..codegen.ir.effects import has_formula
 from ..errors import CaptureError, Unsupported, note_refusal, refusals
 from ..fork_locks import awaited
 from . import pytree
@@ -76,6 +77,8 @@ QUERIES = frozenset(
     )
 )
 """What a tensor answers without an op, and without being asked for its values."""
+NO_FORMULA = "fusejit_no_formula"
+"""Marks a node through which eager differentiates what its kernel calls."""
 HIGHER: dict[Any, Callable] = {}
 """Functions of functions that are traced in place instead; filled by api/control_flow.py."""
 BINDINGS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -197,7 +200,16 @@ class Tracing(TorchFunctionMode):
                 self.changed.append(args[0])
             last = mode.tracer.graph._root.prev
             try:
-                return keep(func, args, kwargs)
+                made = keep(func, args, kwargs)
+                if (
+                    torch.is_grad_enabled()
+                    and not has_formula(func)
+                    and any(value.requires_grad for value in pytree.tensors((args, kwargs)))
+                ):
+                    next(node for node in reversed(mode.tracer.graph.nodes) if node.target is func).meta[NO_FORMULA] = (
+                        True
+                    )
+                return made
             except Exception as error:  # the user may catch it, and go on
                 unrecord(last)
                 if type(error).__name__ in DATA_DEPENDENT:
@@ -415,7 +427,6 @@ def trace_once(
 ) -> Captured:
     """Run the body once; whatever happens, put the user's objects back."""
     watcher = LOCAL.recorder = Recorder(rewrite)
-    seeded = torch.get_rng_state()
     error: BaseException | None = None
     with refusals() as seen:
         try:
@@ -435,7 +446,7 @@ def trace_once(
         and error not in seen
     ):
         error = seen[0]  # which the function itself caught: what it did then is not what it does in eager
-    lost, drawn = restore(watcher, () if error is not None else captured.stores), watcher.streams.restore()
+    lost, drawn = restore(watcher, () if error is not None else captured.stores), watcher.streams.settle()
     if error is not None:
         made = explain_error(error)
         if made is not error:
@@ -445,10 +456,6 @@ def trace_once(
         raise made
     if drawn:
         raise Unsupported(*DRAWN, in_python=False)
-    if not torch.equal(seeded, torch.get_rng_state()):  # fake tensors draw nothing, so the body has set it
-        torch.set_rng_state(seeded)
-        reason = "it would take effect at capture only; call it outside"
-        raise Unsupported("torch.manual_seed inside a jitted function", reason, in_python=False)
     captured.effects = [*(change.effect for change in lost), *watcher.messages.values()]
     captured.carried = carried(watcher, lost)
     return captured

@@ -21,6 +21,7 @@ from ..capture.effect_ops import OPS as ORDERED
 from ..capture.effect_ops import ORDER
 from ..capture.scalar_tensors import is_number, mark_number
 from ..capture.source_lines import frame_entry, user_frame
+from ..codegen.ir.effects import effect_of, first_in_turn
 from ..errors import Unsupported
 from .aliases import Shared, check_aliases, leaves_of, origins_in, relatives
 from .lower_jumps import VALUE, is_flag
@@ -243,7 +244,7 @@ def branch(choice: Any, mark: torch.fx.Node, weaver: Weaver, chain: Chain) -> di
     predicate = weaver.node(choice.pred)
     weaver.erase(traced[1])
     weaver.erase(traced[0])
-    if pairs:
+    if pairs or any(first_in_turn(graph.graph.nodes) is not None for graph in graphs):
         piece = branch_piece(graphs[0], graphs[1], tuple(like(made) for _, _, made in pairs), choice.site.line)
         weaver.emit(piece, [predicate, *operands], [made for _, _, made in pairs])
     for original, new in changed:
@@ -317,6 +318,11 @@ class Loop:
         mask = self.masked(self.tested())
         _, arm = run_arm(self.body, mask, taken=True, guard=mask is not None)
         carried = {id(value) for value in tensors_of(heads)}
+        if mask is not None and arm.effect:
+            reason = (
+                f"{arm.effect}, and it would run for the rows of a batch that have left the loop; do it behind the loop"
+            )
+            raise Unsupported("`while` on a tensor under torch.func", reason, self.site.line)
         if any(id(original) not in carried for original, _ in arm.changed):
             reason = f"its body changes a tensor in place that is no variable of the loop; {LOOP_WAY_OUT}"
             raise Unsupported("`while` on a tensor", reason, self.site.line)
@@ -459,6 +465,9 @@ class Loop:
             raise Unsupported(
                 "`while` on a tensor", "its test prints, checks or waits; do that in the body", self.site.line
             )
+        if (node := first_in_turn(tests)) is not None:  # a graph computes it twice for the first round
+            reason = f"`{node.target}` in its test {effect_of(node).value}; do that in the body"  # type: ignore[union-attr]
+            raise Unsupported("`while` on a tensor", reason, self.site.line)
         second = weaver.mark()
         arm = self.round(inside)
         last = [leaf for value in self.values() for leaf in leaves_of(value)] + (

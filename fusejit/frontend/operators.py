@@ -37,7 +37,19 @@ from .branch_nodes import Chain, Loop, Weaver, branch
 from .convert import TESTED_AND, TESTED_OR, Site
 from .lower_jumps import RETURNED, VALUE, is_flag
 from .phi import MISSING, Mismatch, Where, merge
-from .predicate import Arm, NoSelect, bottom, depth, guarded, quietly, run_arm, running, write_back
+from .predicate import (
+    Arm,
+    NoSelect,
+    bottom,
+    depth,
+    guarded,
+    note_effects,
+    quietly,
+    refuse_effects,
+    run_arm,
+    running,
+    write_back,
+)
 
 Tensor = torch.Tensor
 OPS, BYTES = 128, 1 << 26
@@ -205,6 +217,7 @@ class Choice:
         found: list[Any] = []
         try:
             found = [self.trial(place, guard=True) for place in (0, 1)]
+            note_effects([arm for _, arm in found], [] if weaver is None else weaver.since(mark))
             reason = why_not_select([arm for _, arm in found])
         except NoSelect as error:
             reason = str(error)
@@ -216,6 +229,7 @@ class Choice:
             merged = branch(self, mark, weaver, chain)
         else:
             arms = [arm for _, arm in found]
+            refuse_effects(arms, self.site)
             ops, moved = sum(arm.ops for arm in arms), sum(arm.bytes for arm in arms)
             because = f"both arms: {ops} ops, {moved} B" + ("; under torch.func always" if transformed() else "")
             session().note(self.site, "select", because)

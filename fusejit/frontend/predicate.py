@@ -22,11 +22,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..capture import pytree
-from ..capture.effect_ops import ASSERTS, WHEN, as_check, masked
+from ..capture.effect_ops import ASSERTS, OPS, WHEN, as_check, masked
+from ..codegen.ir.effects import Effect, effect, effect_of, first_in_turn
 from ..errors import Unsupported
 
 Tensor = torch.Tensor
 LOCAL = threading.local()
+CALLED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+"""What a user calls by its name in a library."""
 
 QUERIES = frozenset(
     (
@@ -210,8 +213,9 @@ class Arm(TorchFunctionMode):
 
     Attributes:
         ops, bytes: calls of torch that made tensors, and the bytes of these.
-        refused: why the arm must not run unless its test holds, "" if it may.
-        changed: (entering tensor, its changed copy). quiet: those that autograd does not see change, by identity.
+        refused: why the arm must not run unless its test holds, "" if it may. effect: the same, where no mask makes it
+        harmless. changed: (entering tensor, its changed copy). quiet: those that autograd does not see change, by
+            identity.
     """
 
     def __init__(self, mask: Tensor | None, taken: bool, guard: bool = True) -> None:
@@ -219,7 +223,7 @@ class Arm(TorchFunctionMode):
         self.mask, self.taken, self.guard = mask, taken, guard
         self.depth = depth()
         self.ops = self.bytes = 0
-        self.refused = ""
+        self.refused = self.effect = ""
         self.known: dict[int, Tensor] = {}
         self.twins: dict[int, Tensor] = {}
         self.changed: list[tuple[Tensor, Tensor]] = []
@@ -242,9 +246,8 @@ class Arm(TorchFunctionMode):
                 func, args = as_check(*args, **kwargs)
             return func(*(args if self.mask is None else masked(func, args, self.holds())))
         self.judge(func, name)
-        changes = name in CHANGES or name.endswith("_") and not name.endswith("__")
-        if changes and args:
-            self.prepare_change(args[0])
+        for target in written(func, name, args, kwargs):
+            self.prepare_change(target)
         if kwargs.get("out") is not None:
             self.refuse_change(kwargs["out"])
         args, kwargs = pytree.map_tensors(self.enter, args), pytree.map_tensors(self.enter, kwargs)
@@ -255,6 +258,11 @@ class Arm(TorchFunctionMode):
         return result
 
     def judge(self, func: Any, name: str) -> None:
+        met = effect(func) if isinstance(func, CALLED) else None
+        if met is not None and met.in_turn:
+            self.effect = self.refused = self.effect or f"`{func}` {met.value}"
+        elif met is Effect.DRAWS:
+            self.refused = self.refused or f"`{func}` {met.value}"
         if name in RANDOM:
             self.refused = self.refused or f"`{name}` draws random numbers"
         elif name in HEAVY or name.startswith(("linalg_", "fft_")):
@@ -378,6 +386,48 @@ class Arm(TorchFunctionMode):
             "an in-place change of a view inside an `if` that depends on a tensor",
             "it cannot be taken back where the test does not hold; write `x = torch.where(test, new, x)`, or change "
             "the whole tensor",
+        )
+
+
+def written(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The operands that a call changes in place: by its schema where an op is called by its name in a library, by its
+    name otherwise.
+    """
+    if not isinstance(func, CALLED) or isinstance(func, torch._ops.HigherOrderOperator):
+        changes = name in CHANGES or name.endswith("_") and not name.endswith("__")
+        return [args[0]] if changes and args else []
+    overloads = (
+        [func] if isinstance(func, torch._ops.OpOverload) else [getattr(func, each) for each in func.overloads()]
+    )
+    found: dict[int, Any] = {}
+    for overload in overloads:
+        for place, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+                found |= {
+                    id(each): each
+                    for each in (value if isinstance(value, (list, tuple)) else [value])
+                    if isinstance(each, Tensor)
+                }
+    return list(found.values())
+
+
+def note_effects(arms: list[Arm], nodes: list[torch.fx.Node]) -> None:
+    """Note what the arms have traced and must not run unless taken; prints and checks are told when they happen."""
+    node = first_in_turn(node for node in nodes if node.target not in OPS)
+    if node is not None and not any(arm.effect for arm in arms):
+        arms[0].effect = arms[0].refused = f"`{node.target}` {effect_of(node).value}"  # type: ignore[union-attr]
+
+
+def refuse_effects(arms: list[Arm], site: Any) -> None:
+    """Refuse to run both arms of an `if` whose test differs from row to row.
+
+    Raises:
+        Unsupported: names the op that would run although its arm is not taken.
+    """
+    if reason := next((arm.effect for arm in arms if arm.effect), ""):
+        raise Unsupported(
+            f"`{site.kind}` on a tensor under torch.func", f"{reason}, and both arms would run", site.line
         )
 
 

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from ..capture import tracer
-from ..capture.effect_ops import repeating
+from ..capture.effect_ops import OPS, repeating
+from ..codegen.ir.effects import Effect, alive_before, in_turn
 from ..errors import Unsupported
 
 Tensor = torch.Tensor
@@ -65,10 +66,26 @@ def like(value: Tensor) -> Like:
 
 
 class Piece:
-    """A function of tensors, `run`, that a graph calls; `results` say what it returns."""
+    """A function of tensors, `run`, that a graph calls; `results` say what it returns.
 
-    def __init__(self, kind: str, run: Callable[..., Sequence[Tensor]], results: tuple[Like, ...], line: str) -> None:
+    `graphs`: what it runs. `effect`: what these do besides; `once`: the op in them that a gradient, which runs them
+    again, must not repeat.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        run: Callable[..., Sequence[Tensor]],
+        results: tuple[Like, ...],
+        line: str,
+        graphs: Sequence[Any] = (),
+    ) -> None:
         self.kind, self.run, self.results, self.line = kind, run, results, line
+        nodes = [node for graph in graphs for node in graph.graph.nodes if in_turn(node)]
+        self.effect = Effect.ORDERED if nodes else None
+        self.once = next(
+            (getattr(node.target, "once", str(node.target)) for node in nodes if node.target not in OPS), ""
+        )
         self.key = f"{kind} {next(NUMBERS)}"
         self.__name__ = self.__qualname__ = self.key.replace(" ", "_")
         self.__module__ = "fusejit.pieces"  # what fx prints before the name; there is no such module to look it up in
@@ -78,7 +95,15 @@ class Piece:
         if torch._C._functorch.maybe_current_level() is not None:
             return Transformed.apply(self, *inputs)
         if torch._C._len_torch_dispatch_stack():  # traced once more
-            return torch.ops.fusejit.piece(list(inputs), self.key)
+            moving = any(value.requires_grad for value in inputs) and any(
+                like.dtype.is_floating_point for like in self.results
+            )
+            if self.once and moving and torch.is_grad_enabled():
+                reason = f"`{self.once}` in it would run again for the gradient; put it outside"
+                raise Unsupported(f"the gradient of a {self.kind}", reason, self.line)
+            return (torch.ops.fusejit.piece if self.effect is None else torch.ops.fusejit.piece_in_turn)(
+                list(inputs), self.key
+            )
         return self.run(*inputs)
 
     def __repr__(self) -> str:
@@ -146,7 +171,9 @@ class Gradient(Piece):
 
 def branch_piece(then: Callable, other: Callable, results: tuple[Like, ...], line: str) -> Piece:
     """Of (predicate, operands...): one of two graphs over the operands."""
-    return Piece("branch", lambda pred, *operands: then(*operands) if pred else other(*operands), results, line)
+    return Piece(
+        "branch", lambda pred, *operands: then(*operands) if pred else other(*operands), results, line, (then, other)
+    )
 
 
 def loop_piece(test: Callable, body: Callable, results: tuple[Like, ...], line: str) -> Piece:
@@ -159,13 +186,14 @@ def loop_piece(test: Callable, body: Callable, results: tuple[Like, ...], line: 
             carried = tuple(body(*carried, *operands))
         return carried
 
-    return Piece("loop", run, results, line)
+    return Piece("loop", run, results, line, (body,))
 
 
 # The op.
 
 LIBRARY = torch.library.Library("fusejit", "FRAGMENT")
 LIBRARY.define("piece(Tensor[] inputs, str key) -> Tensor[]")
+LIBRARY.define("piece_in_turn(Tensor[] inputs, str key) -> Tensor[]")  # has an effect
 LIBRARY.define("piece_backward(Tensor[] tangents, Tensor[] inputs, bool[] wanted, str key) -> Tensor[]")
 
 
@@ -281,11 +309,13 @@ def differentiate(ctx: Any, tangents: list[Tensor | None]) -> Any:
     return [next(found) if want else None for want in wanted], None
 
 
-LIBRARY.impl("piece", run_piece, "CompositeExplicitAutograd")
+for _name in ("piece", "piece_in_turn"):
+    LIBRARY.impl(_name, run_piece, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusejit::{_name}", fake_piece, lib=LIBRARY)
+    torch.library.register_autograd(f"fusejit::{_name}", differentiate, setup_context=keep_inputs, lib=LIBRARY)
+torch.fx.node.has_side_effect(torch.ops.fusejit.piece_in_turn.default)
 LIBRARY.impl("piece_backward", run_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fusejit::piece", fake_piece, lib=LIBRARY)
 torch.library.register_fake("fusejit::piece_backward", fake_backward, lib=LIBRARY)
-torch.library.register_autograd("fusejit::piece", differentiate, setup_context=keep_inputs, lib=LIBRARY)
 
 
 # Under torch.func.
@@ -420,5 +450,5 @@ def cut(
         for node in outputs
     ]
     made.output(tuple(results))
-    made.eliminate_dead_code()
+    made.eliminate_dead_code(alive_before)
     return torch.fx.GraphModule(constants, made)

@@ -36,8 +36,6 @@ WARM = 2
 """Calls that run as they are before a recording: they load kernels and libraries, and show which addresses repeat."""
 MOST = 4
 """Recordings of one Program by the addresses of its inputs; more, and the inputs that moved are copied from then on."""
-EFFECTS = ("fusejit", "_c10d_functional", "c10d")
-"""Namespaces of ops that print, or wait for other processes."""
 
 
 class Driver(Protocol):
@@ -250,16 +248,18 @@ def refusal(program: Any, device: str) -> str:
             return "its sizes vary from call to call"
     for part in (program, *program.called):
         for call in part.externs:
-            if reason := waits(call.target):
+            if reason := waits(call):
                 return f"{call.target} {reason}" + (f" ({call.line})" if call.line else "")
     return ""
 
 
-def waits(target: str) -> str:
+def waits(call: Any) -> str:
     """Why a call of torch cannot be recorded; "" where it can."""
-    namespace, name, overload = (*target.split("."), "default")[:3]
-    if namespace in EFFECTS:
-        return "has an effect outside of the device"
+    if call.effect is not None and call.effect.in_turn:
+        return f"{call.effect.value}, and a replay runs nothing on the host"
+    namespace, name, overload = (*call.target.split("."), "default")[:3]
+    if namespace == "fusejit":
+        return "runs Python on the host"
     op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags):
         return "waits for values on the host"

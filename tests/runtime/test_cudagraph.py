@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from fusejit import jit
+from fusejit.codegen.ir.effects import effect
+from fusejit.codegen.ir.graph import Extern
 from fusejit.runtime import cudagraph
 from fusejit.runtime.cudagraph import MOST, WARM, Recorded, waits
 
@@ -216,10 +218,12 @@ def test_reasons():
     program.buffers["x"].shape = (torch.empty(0),)
     assert Recorded(program, Fake()).reason == "its sizes vary from call to call"
     program = Doubled()
-    program.externs = (SimpleNamespace(target="aten.nonzero.default", line="model.py:3"),)
+    program.externs = (Extern("aten.nonzero.default", (), (), (), False, "model.py:3"),)
     assert Recorded(program, Fake()).reason == "aten.nonzero.default waits for values on the host (model.py:3)"
-    assert waits("aten._local_scalar_dense.default") and waits("fusejit.print.default")
-    assert not waits("aten.mm.default") and not waits("aten.randint.default") and not waits("aten.convolution.default")
+    aten, call = torch.ops.aten, lambda op: Extern(str(op), (), (), (), False, "", effect=effect(op))
+    assert waits(call(aten._local_scalar_dense.default)) and waits(call(torch.ops.fusejit.print.default))
+    assert waits(call(torch.ops.fusejit.piece.default)) and waits(call(torch.ops._c10d_functional.all_reduce.default))
+    assert not any(waits(call(op)) for op in (aten.mm.default, aten.randint.default, aten.convolution.default))
 
 
 # In jitted functions, with the interpreter's kernels.

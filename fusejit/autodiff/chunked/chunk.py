@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ...codegen.ir.effects import alive, sequence
 from ...codegen.ops.builder import line_of
 from ...codegen.ops.decompositions import short
 from .emit import Parts
@@ -63,7 +64,7 @@ def chunk(module: GraphModule, limit: int, compiler: Callable, flavour: str) -> 
             continue
         notes.append(f"{what} {done}{where}")
         in_order(module.graph)
-        module.graph.eliminate_dead_code(lambda n: n.op == "placeholder" or n.op == "output" or _effect(n))
+        module.graph.eliminate_dead_code(lambda n: n.is_impure() or alive(n))
     if notes:
         module.graph.lint()
         module.recompile()
@@ -85,10 +86,6 @@ def one_result_each(graph: Graph, limit: int) -> None:
                 user.replace_all_uses_with(made)
                 graph.erase_node(user)
         graph.erase_node(node)
-
-
-def _effect(node: Node) -> bool:
-    return node.is_impure() or node.target is aten.copy_.default
 
 
 def _bytes(node: Node) -> int:
@@ -119,9 +116,13 @@ def _reached(roots: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> s
 
 
 def in_order(graph: Graph) -> None:
-    """Put nodes after what they need, otherwise in the order that they have."""
+    """Put nodes after what they need, those with an effect after the one before, otherwise in the order that they
+    have.
+    """
     place = {node: i for i, node in enumerate(graph.nodes)}
-    waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
+    turns = sequence(graph.nodes)
+    followers = {before: node for node, before in turns.items()}
+    waiting = {node: len(node.all_input_nodes) + (node in turns) for node in graph.nodes}
     ready = [place[node] for node, count in waiting.items() if not count]
     nodes, last = list(graph.nodes), None
     heapq.heapify(ready)
@@ -130,7 +131,7 @@ def in_order(graph: Graph) -> None:
         if last is not None:
             last.append(node)
         last = node
-        for user in node.users:
+        for user in [*node.users, *([followers[node]] if node in followers else [])]:
             waiting[user] -= 1
             if not waiting[user]:
                 heapq.heappush(ready, place[user])

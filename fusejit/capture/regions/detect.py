@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode
 
+from ...codegen.ir.effects import effect_of, in_turn
 from .. import pytree
 from ..arguments import PLAIN_TYPES
-from ..effect_ops import OPS as ORDERED
+from ..checkpoints import marking_now
 from ..guards.guards import state_key, value_key
 from ..outputs import OUTPUT_VALUES
 from ..shapes.region_sizes import SYMBOLIC, settled, told, varies, whole
@@ -136,8 +137,8 @@ class Regions:
         """Whether a call now goes into this trace as it stands: not inside a torch.func transform, nor in a branch on a
         tensor.
         """
-        if threading.get_ident() != self.recorder.owner or self.recorder.silent:
-            return False
+        if threading.get_ident() != self.recorder.owner or self.recorder.silent or marking_now():
+            return False  # what a checkpoint computes again is no call of its own
         return torch._C._functorch.maybe_current_level() is None and _get_current_function_mode() is self.tracing
 
     def mark_of(self, module: Any) -> Mark | None:
@@ -444,8 +445,8 @@ def refuse_changes(own: Iterable[torch.fx.Node]) -> None:
     """
     roots: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in own:
-        if node.target in ORDERED:
-            raise Refused("it prints, or orders effects, at its place among others")
+        if in_turn(node):
+            raise Refused(f"{node.target} in it {effect_of(node).value}, and keeps its place among others")  # type: ignore[union-attr]
         schema = getattr(node.target, "_schema", None)
         first = node.args[0] if node.args and isinstance(node.args[0], torch.fx.Node) else None
         if schema is None or not any(argument.alias_info for argument in schema.arguments):

@@ -94,7 +94,9 @@ class Region:
             target = "" if node.op in ("placeholder", "output") else target_text(node.target)
             if node.op == "get_attr":
                 target = str(id(getattr(self.graph, target)))
-            lines.append(f"{node.op} {target} {arguments}")
+            part = node.meta.get("ac_graph_id")  # a policy is known by its identity
+            kept = "" if part is None else f" {int(part)} {id(part.policy)}"
+            lines.append(f"{node.op} {target} {arguments}{kept}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:24]
 
 

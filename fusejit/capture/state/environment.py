@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import random
 import sys
 import time
 import types
@@ -29,7 +30,6 @@ import torch
 from ...errors import Unsupported
 from ..source_lines import frame_line, kind, user_frame
 from .global_names import users_class
-from .iterators import DRAWN, is_generator
 from .reads import MISSING, Effect, Read
 
 AROUND = frozenset({os.getenv.__code__, Mapping.get.__code__, Mapping.__contains__.__code__})
@@ -101,8 +101,8 @@ def note_birth(recorder: Any, frame: types.FrameType) -> None:
 def on_builtin_call(recorder: Any, frame: types.FrameType, called: Any) -> None:
     """Record a read of a context variable; refuse a question to which a capture knows no answer."""
     owner = called.__self__
-    if id(owner) in recorder.streams.met and is_generator(owner):
-        raise Unsupported(*DRAWN, frame_line(user_frame(frame)), in_python=False)  # Dynamo has streams of its own
+    if isinstance(owner, random.Random) and called.__name__ != "getstate":
+        recorder.streams.refuse(owner, frame)
     if called in SETTINGS or type(owner) is torch.Generator and called.__name__ in RESEEDS:
         name = SETTINGS.get(called, f"torch.Generator.{called.__name__}")
         raise Unsupported(f"{name} inside a jitted function", ONCE, frame_line(user_frame(frame)), in_python=False)
@@ -150,6 +150,11 @@ def note_message(recorder: Any, frame: types.FrameType, what: str, done: str) ->
         recorder.messages[line] = Effect(what, done, line)
 
 
+def note_draw(recorder: Any, frame: types.FrameType) -> None:
+    """Refuse the method of Python's generators that gives back what an earlier call has drawn."""
+    recorder.streams.refuse(frame.f_locals.get("self"), frame)
+
+
 def remember(recorder: Any, read: Read) -> None:
     """Keep a read whose value holds nothing to follow."""
     owner = read.table.func.__self__ if isinstance(read.table, functools.partial) else read.table  # type: ignore[attr-defined]
@@ -161,5 +166,6 @@ def remember(recorder: Any, read: Read) -> None:
 
 SEERS: dict[types.CodeType, Callable[[Any, types.FrameType], None]] = {
     type(os.environ).__getitem__.__code__: note_environment,
+    random.Random.gauss.__code__: note_draw,
     logging.Logger._log.__code__: functools.partial(note_message, what="a message", done="logged"),
 }

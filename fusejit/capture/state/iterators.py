@@ -3,21 +3,25 @@
 In: a value that the function can reach. Out: a refusal of an iterator; of Python's and numpy's generators, whether a
 capture drew.
 
-    >>> streams = Streams()
-    >>> random.random(); streams.restore()
-    True
+    >>> with Streams(): np.random.rand()
+    Unsupported: Python's or numpy's random numbers: would be frozen into the graph
 """
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import sys
+import threading
+import types
 from typing import Any
 
 from ...errors import Unsupported
 from ..source_lines import frame_line, user_frame
 
+NAMED = frozenset({"seed", "ranf", "sample", "set_bit_generator"})
+"""Functions of `numpy.random` that are no methods of its generator."""
 DRAWN = ("Python's or numpy's random numbers", "would be frozen into the graph; use torch's, or pass them as arguments")
 
 
@@ -27,16 +31,22 @@ def is_iterator(value: Any) -> bool:
 
 
 class Streams:
-    """The random generators that a capture meets, the global ones at once, each with its state from before."""
+    """The random generators that a capture meets, the global ones at once; none that others may draw from is ever set
+    back.
+
+    What this thread draws is refused where it draws: the profile hook sees the methods of Python's generators, and
+    stand-ins those of numpy's global one. Of other generators of numpy's only the state tells; it is put back where no
+    other thread can have drawn.
+    """
 
     def __init__(self) -> None:
-        self.met: dict[int, tuple[Any, Any, bytes]] = {}
+        self.met: dict[int, Any] = {}
+        self.states: list[tuple[Any, Any, bytes]] = []
+        self.replaced: list[tuple[str, Any]] = []
         self.note(random._inst)  # type: ignore[attr-defined]  # what random.random() and its kin are methods of
-        if (numpy := sys.modules.get("numpy")) is not None:
-            self.note(numpy.random.mtrand._rand)
 
     def note(self, value: Any) -> None:
-        """Keep a generator's state.
+        """Keep a generator, with its state where nothing else tells a draw.
 
         Raises:
             Unsupported: it is an iterator: what is taken from it while capturing could not be given back.
@@ -49,20 +59,72 @@ class Streams:
             raise Unsupported(
                 f"a {type(value).__name__} from outside the function", reason, frame_line(user_frame(sys._getframe(1)))
             )
-        if id(value) not in self.met and (found := state(value)) is not None:
-            self.met[id(value)] = value, found, pickle.dumps(found)
+        if any(value is other for other, *_ in self.states) or not is_generator(value):
+            return
+        self.met[id(value)] = value
+        if (found := state(value)) is not None:
+            self.states.append((value, found, pickle.dumps(found)))
 
-    def restore(self) -> bool:
-        """Put the generators back, and return whether one had drawn."""
-        drawn = [(value, before) for value, before, text in self.met.values() if pickle.dumps(state(value)) != text]
-        for value, before in drawn:
-            if isinstance(value, random.Random):
-                value.setstate(before)
-            elif hasattr(value, "set_state"):
+    def refuse(self, value: Any, frame: Any) -> None:
+        """Refuse a draw from a generator that was there before the capture; here, and not by numpy, which would draw
+        first.
+        """
+        if id(value) in self.met:
+            raise Unsupported(*DRAWN, frame_line(user_frame(frame)), in_python=False)  # Dynamo has streams of its own
+
+    def __enter__(self) -> None:
+        """Put stand-ins in the places of the functions that draw from numpy's global generator: this thread's calls are
+        refused.
+        """
+        shared, owner = numpys(), threading.get_ident()
+        if shared is None:
+            return
+        self.met[id(shared)] = shared
+        module = sys.modules["numpy"].random
+        for name, function in list(vars(module).items()):
+            if name in NAMED or getattr(function, "__self__", None) is shared and not name.startswith("get_"):
+                self.replaced.append((name, function))
+                setattr(module, name, self.stand_in(function, shared, owner))
+
+    def stand_in(self, function: Any, shared: Any, owner: int) -> Any:
+        @functools.wraps(function)
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == owner:
+                self.refuse(shared, sys._getframe(1))
+            return function(*args, **kwargs)
+
+        return drawn
+
+    def __exit__(self, *error: object) -> None:
+        for name, function in self.replaced:
+            setattr(sys.modules["numpy"].random, name, function)
+        self.replaced.clear()
+
+    def settle(self) -> bool:
+        """Return whether a generator has drawn meanwhile that nothing saw draw; put it back where this is the only
+        thread.
+        """
+        drawn = [(value, before) for value, before, text in self.states if pickle.dumps(state(value)) != text]
+        for value, before in drawn if len(sys._current_frames()) == 1 else ():
+            if hasattr(value, "set_state"):
                 value.set_state(before)
             else:
                 getattr(value, "bit_generator", value).state = before
         return bool(drawn)
+
+
+def is_stand_in(value: Any) -> bool:
+    """Whether a value is a stand-in of this capture's, which no later call will find."""
+    return isinstance(value, types.FunctionType) and value.__code__ in STANDS_IN
+
+
+STANDS_IN = frozenset(code for code in Streams.stand_in.__code__.co_consts if isinstance(code, types.CodeType))
+
+
+def numpys() -> Any:
+    """The generator that the functions of `numpy.random` are methods of; None where nobody has imported it."""
+    module = sys.modules.get("numpy.random.mtrand")
+    return None if module is None else module._rand
 
 
 def is_generator(value: Any) -> bool:
@@ -71,9 +133,7 @@ def is_generator(value: Any) -> bool:
 
 
 def state(value: Any) -> Any:
-    """The state of a random generator of Python's or numpy's; None for anything else, and where the system draws."""
-    if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else value.getstate()
+    """The state of a random generator of numpy's; None for anything else."""
     if not type(value).__module__.startswith("numpy.random"):
         return None
     return (

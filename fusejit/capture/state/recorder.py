@@ -31,10 +31,11 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
+from ..checkpoints import REENTRANT, Checkpoints, in_place
 from ..source_lines import frame_line, kind, user_frame
 from .environment import on_builtin_call, refuse_marks, seer
 from .global_names import STATE, class_table, followable, full, global_names, holder_of, torch_state, users_class
-from .iterators import Streams
+from .iterators import Streams, is_stand_in
 from .profile_hook import Hook
 from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, tensors_within
 
@@ -71,7 +72,7 @@ class Recorder:
         self.owner = threading.get_ident()
         self.codes: dict[types.CodeType, Callable | None] = {}  # that have run, each with what sees every call of it
         self.watched: dict[int, Any] = {}
-        self.streams = Streams()
+        self.streams, self.checkpoints = Streams(), Checkpoints()
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
         self.functions: set[int] = set()  # tables of their attributes
@@ -98,11 +99,15 @@ class Recorder:
         self.patch(torch.nn.Module)
         self.patch_apply()
         refuse_marks(self)
+        self.streams.__enter__()
+        self.checkpoints.__enter__()
         self.hook.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.hook.__exit__()
+        self.checkpoints.__exit__()
+        self.streams.__exit__()
         for cls, name, original in reversed(self.patched):
             if original is MISSING:
                 type.__delattr__(cls, name)
@@ -165,6 +170,8 @@ class Recorder:
         recorder = self
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if cls is REENTRANT and threading.get_ident() == recorder.owner:
+                return in_place(*args, **kwargs)
             refuse_backward(cls, (*args, *kwargs.values()) if threading.get_ident() == recorder.owner else ())
             return APPLY(cls, *args, **kwargs)
 
@@ -353,8 +360,8 @@ class Recorder:
             value = vars(table).get(name)
             if type(value) in FUNCTIONS and value in STATE:
                 self.add("call", value, name, value())
-            elif type(value) in FUNCTIONS and not followable(
-                table
+            elif (
+                type(value) in FUNCTIONS and not followable(table) and not is_stand_in(value)
             ):  # of torch: some programs put functions of their own in their place
                 self.scopes.add(id(vars(table)))
                 self.reads.setdefault((id(vars(table)), "item", name), Read("item", vars(table), name, value))
@@ -389,7 +396,13 @@ class Recorder:
                 self.add("attribute", value, name, getattr(value, name))
         elif kind_of is functools._lru_cache_wrapper:  # a call may find its result there, and read nothing
             self.watch(value.__wrapped__)
-            self.scan(value.__wrapped__.__code__, value.__wrapped__.__globals__)
+            inner = value.__wrapped__
+            while (
+                found := getattr(inner, "func", None) or getattr(inner, "__func__", None)
+            ) is not None:  # a partial's, a method's
+                inner = found
+            if isinstance(inner, types.FunctionType):
+                self.scan(inner.__code__, inner.__globals__)
         elif isinstance(value, CONTAINERS):
             self.watch_container(value, depth)
         elif isinstance(value, type):

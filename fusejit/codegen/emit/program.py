@@ -248,6 +248,8 @@ class Program:
                 return "[" + ", ".join(map(self._text, value)) + "]"
             case torch.device():
                 return self._device(value)
+            case torch._ops.OpOverload():
+                return f"torch.ops.{value}"
             case float() if value != value or value in (float("inf"), -float("inf")):
                 return f'float("{value}")'
         return str(value) if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)) else repr(value)

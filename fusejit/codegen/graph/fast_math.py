@@ -19,6 +19,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..ir.effects import in_turn
+
 aten = torch.ops.aten
 Rule = Callable[[Graph, Node], "Node | None"]
 
@@ -96,7 +98,12 @@ def algebra(module: GraphModule) -> GraphModule:
     for node in graph.nodes:
         node.meta.pop("fusejit_changed", None)
     graph.eliminate_dead_code(
-        lambda n: n.op in ("placeholder", "output") or not isinstance(n.target, torch._ops.OpOverload) or is_change(n)
+        lambda n: (
+            n.op in ("placeholder", "output")
+            or not isinstance(n.target, torch._ops.OpOverload)
+            or is_change(n)
+            or in_turn(n)
+        )
     )
     return GraphModule(module, graph)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..ir.effects import alive, effect
 from ..ops.views import base
-
-RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def simplify(module: GraphModule) -> GraphModule:
-    """Return the graph without dead and repeated nodes. Random ops are never merged, in-place copies never dropped."""
+    """Return the graph without dead and repeated nodes. What has an effect is never merged; see effect.py for what is
+    never dropped.
+    """
     graph = Graph()
     new: dict[Node, Node] = {}
     # results that eager would make apart must not share memory, even where they are equal
@@ -35,7 +36,7 @@ def simplify(module: GraphModule) -> GraphModule:
         elif key is not None:
             seen[key] = made
         new[node] = made
-    graph.eliminate_dead_code(lambda n: n.target is torch.ops.aten.copy_.default or n.op in ("placeholder", "output"))
+    graph.eliminate_dead_code(alive)
     return unwritten(graph, module)
 
 
@@ -52,7 +53,7 @@ def _key(node: Node) -> object | None:
     """Return what makes two pure calls the same, or None where they must stay apart."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
-    if node.target._schema.is_mutable or RANDOM in node.target.tags or "empty" in str(node.target):
+    if effect(node.target) is not None or "empty" in str(node.target):
         return None
     return (node.target, _frozen(node.args), _frozen(node.kwargs))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .cluster import Cluster, Store
+from .effects import Effect
 from .expr import Expr, Load
 from .layout import Layout, strided
 from .signature import Pattern
@@ -63,8 +64,8 @@ class Extern:
     """A call of a torch op, or of another Program. `outputs` are buffer names (None: unused); `several`: the op returns
     a sequence.
 
-    `pins`: results may share memory with operands or each other, so that no kernel may write over either. `draws`:
-    random numbers, in turn.
+    `pins`: results may share memory with operands or each other, so that no kernel may write over either. `effect`:
+    what else it does; calls with one keep their order.
     `why`: what a kernel of this call would need, where kernels of others exist.
     """
 
@@ -76,7 +77,7 @@ class Extern:
     line: str
     pins: bool = False
     program: Any = field(default=None, compare=False)
-    draws: bool = False
+    effect: Effect | None = None
     why: str = ""
 
     @property

@@ -1,5 +1,4 @@
-"""Signatures: what a cluster computes along one line of memory, whatever its buffers and sizes; and `Foreach`, clusters
-of one pattern.
+"""Signatures: what a cluster computes along one line of memory, whatever its buffers and sizes.
 
 In: a pointwise cluster, or one that reduces all that it reads. Out: its `Pattern`, or None where its memory is not one
 line.

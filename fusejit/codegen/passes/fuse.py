@@ -107,9 +107,9 @@ class _Fusing:
         self.barriers = [
             i for i, s in self.steps.items() if isinstance(s, Extern) and s.target == "fusejit.order.default"
         ]
-        self.draws = [
-            i for i, s in self.steps.items() if isinstance(s, Extern) and s.draws
-        ]  # each takes its numbers from one stream
+        self.effects = [
+            i for i, s in self.steps.items() if isinstance(s, Extern) and s.effect
+        ]  # draws take their numbers from one stream
         for i, step in self.steps.items():
             for name in reads(step):
                 self.readers.setdefault(name, set()).add(i)
@@ -127,9 +127,9 @@ class _Fusing:
         """
         parts = [step, *([self.tails[i]] if i in self.tails else [])]
         found = {self.producer[name] for part in parts for name in reads(part) if name in self.producer}
-        if isinstance(step, Extern):  # its effects, if it has any, are none of ours to know
+        if isinstance(step, Extern):
             found |= set([k for k in self.barriers if k < i][-1:])
-            found |= set([k for k in self.draws if k < i][-1:]) if step.draws else set()
+            found |= set([k for k in self.effects if k < i][-1:]) if step.effect else set()
         for name in (name for part in parts for name in overwrites(part, self.lowered.buffers)):
             found |= self.readers.get(name, set())
         return found - {i}

@@ -65,8 +65,7 @@ def in_memory(lowered: Lowered) -> Lowered:
 
 def predecessors(steps: Sequence[Cluster | Extern | Foreach], buffers: dict[str, Buffer]) -> list[set[int]]:
     """Return, for each step, the steps that must run before it: producers of what it reads, readers of what it
-    overwrites.
-    """
+    overwrites, calls with an effect before it."""
     producers: dict[str, set[int]] = {}  # several, where each writes a part of the buffer
     for i, step in enumerate(steps):
         for name in writes(step):
@@ -76,10 +75,14 @@ def predecessors(steps: Sequence[Cluster | Extern | Foreach], buffers: dict[str,
         for name in reads(step):
             readers.setdefault(name, set()).add(i)
     result = []
+    last: int | None = None  # of the calls with an effect, which keep their order
     for i, step in enumerate(steps):
         found = {k for name in reads(step) for k in producers.get(name, ())}
         for name in overwrites(step, buffers):
             found |= readers.get(name, set())
+        if isinstance(step, Extern) and step.effect:
+            found |= set() if last is None else {last}
+            last = i
         result.append(found - {i})
     return result
 

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...errors import Unsupported
 from ..ir.cluster import Cluster, Store
+from ..ir.effects import effect, effect_of, in_turn
 from ..ir.expr import Load, cast, load, postorder, view
 from ..ir.graph import Buffer, Extern, Lowered, Ref, as_ref, refs
 from ..ir.layout import contiguous
@@ -183,19 +184,17 @@ class GraphLowering(Lowering):
         if (
             target is torch.ops.higher_order.with_effects
         ):  # an op with an effect, kept in its place by a token that it takes and returns
-            token, target, given, fake = (
-                (self.values[given[0]],),
-                given[1],
-                given[2:],
-                tuple(fake)[1 : 1 + len(given[1]._schema.returns)],
-            )
+            token, target, given, fake = (self.values[given[0]],), given[1], given[2:], tuple(fake)[1:]
+            fake = fake[0] if len(fake) == 1 else fake
         if target in PROGRAMS:
             return self.call_program(node, PROGRAMS[target])
+        if target in FUNCTIONAL:
+            return self.changing(node)
         if not isinstance(target, torch._ops.OpOverload):
             raise Unsupported(str(target), "no graph of ATen ops can hold it", line)
         args, kwargs = torch.fx.node.map_arg((given, options), self.ref)
         leaves = [fake] if isinstance(fake, torch.Tensor) else list(fake) if isinstance(fake, (tuple, list)) else []
-        if not token and not any(isinstance(v, torch.Tensor) for v in leaves):
+        if not token and not in_turn(node) and not any(isinstance(v, torch.Tensor) for v in leaves):
             raise Unsupported(str(target), f"its result ({type(fake).__name__}) is no tensor", line)
         if sparse := next(
             (v.layout for v in leaves if isinstance(v, torch.Tensor) and v.layout is not torch.strided), None
@@ -211,16 +210,49 @@ class GraphLowering(Lowering):
         made = [self.taken(v) if isinstance(v, torch.Tensor) else None for v in leaves]
         several = not isinstance(fake, torch.Tensor)
         pins = any(a.alias_info is not None for a in target._schema.arguments)
-        names, draws = tuple(b and b.name for b in made), torch.Tag.nondeterministic_seeded in target.tags
+        names = tuple(b and b.name for b in made)
         why = REFUSALS[short(target)](node) if short(target) in REFUSALS else ""
         foreign = sorted({str(v.dtype).removeprefix("torch.") for v in _tensors(node) if v.dtype not in STORAGE})
         why = f"no kernel reads or writes {', '.join(foreign)}" if foreign else why
         self.steps.append(
-            Extern(str(target), args, tuple(kwargs.items()), names, several, line, pins, draws=draws, why=why)
+            Extern(str(target), args, tuple(kwargs.items()), names, several, line, pins, effect=effect(target), why=why)
         )
         self.owned.add(node)
         values = tuple(None if b is None else self.whole(b) for b in made)
+        if token and len(target._schema.returns) <= 1:
+            return (*token, values if several else values[0] if values else None)
         return (*token, *values) if several else values[0]
+
+    def changing(self, node: Node) -> Value:
+        """Call an op that changes operands in place, on copies that torch makes of them; its results, then the
+        copies.
+        """
+        op, options, fakes = node.args[0], node.kwargs, node.meta["val"]
+        if not isinstance(op, torch._ops.OpOverload) or any(isinstance(fake, (tuple, list)) for fake in fakes):
+            raise Unsupported(
+                str(op),
+                "it changes operands in place and returns a list, which no step of a program holds",
+                line_of(node),
+            )
+        kwargs = torch.fx.node.map_arg(options, self.as_traced)
+        made = [self.taken(fake) if isinstance(fake, torch.Tensor) else None for fake in fakes]
+        names, name = tuple(b and b.name for b in made), f"higher_order.{node.target}"
+        self.steps.append(
+            Extern(name, (op,), tuple(kwargs.items()), names, True, line_of(node), effect=effect_of(node))
+        )
+        self.owned.add(node)
+        return tuple(None if b is None else self.whole(b) for b in made)
+
+    def as_traced(self, node: Node) -> Ref | Any:
+        """Return an operand with the strides that it was traced with: views of it are told by offsets into its
+        memory.
+        """
+        fake = node.meta.get("val")
+        if not isinstance(fake, torch.Tensor):
+            return self.values[node]
+        return self.in_layout(
+            node, self.ref(node), Buffer("", tuple(fake.shape), tuple(fake.stride()), fake.dtype, fake.device)
+        )
 
     def call_program(
         self, node: Node, find: Callable[[Sequence[Any], list[tuple[int, ...]]], tuple[str, Any]]
@@ -238,9 +270,10 @@ class GraphLowering(Lowering):
         made = [self.taken(v) for v in node.meta["val"]]
         named = [ref.buffer for ref in refs(program.outputs)]
         pins = len({*named}) < len(named) or not {*named}.isdisjoint(program.inputs)
-        draws = any(step.draws for part in (*program.called, program) for step in part.externs)
+        met = [step.effect for part in (*program.called, program) for step in part.externs if step.effect is not None]
+        most = max(met, key=lambda one: one.in_turn, default=None)
         self.steps.append(
-            Extern(name, (tuple(ready),), (), tuple(b.name for b in made), True, line_of(node), pins, program, draws)
+            Extern(name, (tuple(ready),), (), tuple(b.name for b in made), True, line_of(node), pins, program, most)
         )
         self.owned.add(node)
         return tuple(self.whole(b) for b in made)
@@ -256,10 +289,10 @@ class GraphLowering(Lowering):
         if made.strides != wanted.strides:
             raise Unsupported(
                 short(node.target),
-                f"a region takes it with the strides {wanted.strides}, which no kernel writes",
+                f"a call takes it with the strides {wanted.strides}, which no kernel writes",
                 line_of(node),
             )
-        self.reasons[made.name] = "the layout that a region takes"
+        self.reasons[made.name] = "the layout that a call takes"
         value = Store(made.name, made.layout, cast(self.expr(node), wanted.dtype), wanted.dtype)
         self.steps.append(Cluster.build(made.shape, (), [value], self.lines(node)))
         return Ref(made.name)
@@ -286,6 +319,8 @@ def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule]) ->
 
 BY_GRAD_MODE = {torch.ops.aten.mkldnn_rnn_layer.default: (3,)}
 """Ops that leave a result (these, by number) out where autograd does not record at that moment."""
+FUNCTIONAL = frozenset({torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2})
+"""What torch makes of calls of ops that change operands in place, where it knows nothing of them but their schema."""
 PROGRAMS: dict[Any, Callable] = {}
 """{op: (arguments, strides of its tensors) -> (name, Program)}: ops that stand for calls of Programs; filled by
 autodiff/region_ops.py.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import random
+import threading
 import time
 
 import numpy as np
@@ -107,3 +108,92 @@ def test_iterators_of_the_function_itself_are_captured():
 
     x = torch.ones(3)
     torch.testing.assert_close(fusejit.jit(f, backend="eager", fullgraph=True)(x, [x, x]), f(x, [x, x]))
+
+
+def others_draw(draw, fn, *, times):
+    """What another thread draws while `fn` is captured by many jitted functions; and the captures."""
+    drawn, stop = [], threading.Event()
+
+    def work():
+        while not stop.is_set():
+            drawn.append(draw())
+            time.sleep(0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        jits = [fusejit.jit(lambda x, k=k: fn(x) + k, backend="eager") for k in range(times)]
+        results = [jitted(torch.ones(3)) for jitted in jits]
+    finally:
+        stop.set()
+        thread.join()
+    return drawn, jits, results
+
+
+DRAWS = {
+    "random": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "numpy": np.random.rand,
+    "torch": lambda: torch.rand(()).item(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_capture_leaves_what_others_draw(name):
+    drawn, jits, _ = others_draw(DRAWS[name], lambda x: (x * 2).sin().sum(), times=12)
+    if name == "torch":  # of which float32 has 2**24
+        assert len(set(drawn)) > 0.9 * len(drawn)
+    else:
+        assert len(set(drawn)) == len(drawn)
+    assert not any(jitted.cache_info().fallbacks for jitted in jits)
+
+
+def test_a_thread_goes_on_in_its_sequence():
+    drawn, _, _ = others_draw(random.Random(7).random, lambda x: x * 2, times=6)
+    expected = random.Random(7)
+    assert drawn == [expected.random() for _ in drawn]
+
+
+def read_numbers(x):
+    return x + PYTHON.gauss(0, 1)
+
+
+def saved(x):
+    return x + random.gauss(0, 1)
+
+
+def directly(x):
+    return x + RAND()
+
+
+RAND = np.random.rand
+SEEDED = {
+    "gauss": (random.seed, saved), "randint": (random.seed, lambda x: x + random.randint(0, 1 << 40)),
+    "choice": (random.seed, lambda x: x * random.choice(range(1 << 40))),
+    "sample": (random.seed, lambda x: x + random.sample(range(99), 3)[0]),
+    "numpy": (np.random.seed, lambda x: x + np.random.normal()),
+    "numpy choice": (np.random.seed, lambda x: x + int(np.random.choice(1 << 30))),
+    "numpy by its name": (np.random.seed, directly),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_the_sequence_is_eager_s(name):
+    seed, fn = SEEDED[name]
+    x = torch.zeros((), dtype=torch.float64)
+    seed(5)
+    wanted = [fn(x).item() for _ in range(4)]
+    seed(5)
+    jitted = fusejit.jit(fn, backend="eager")
+    assert [jitted(x).item() for _ in range(4)] == wanted
+    assert "test_iterators.py" in str(jitted.explain(x).fallbacks[0]) or name == "numpy by its name"
+
+
+def test_a_draw_that_python_leaves_out_is_no_reason():
+    def f(x, noise=False):
+        return x * 2 + (np.random.rand() + random.random() if noise else 0)
+
+    jitted = fusejit.jit(f, backend="eager", fullgraph=True)
+    torch.testing.assert_close(jitted(torch.ones(3)), torch.full((3,), 2.0))
+    jitted(torch.ones(3))
+    assert jitted.cache_info().specialisations == 1
