@@ -32,9 +32,9 @@ INSIDE = {
     "row_column "
     "fuse horizontal horizontal_reduction",
     "codegen/emit": "kernel philox_tiles memory_plan tape peeled_tape pipelining writer foreach program",
-    "capture": "mutable source_lines pytree outputs memory_pattern state/ shapes/ scalar_tensors effect_ops "
-    "scalar_index functorch "
-    "record_op sort_graph arguments refused tracer guards/ regions/ compare_traces freeze dynamo",
+    "capture": "mutable source_lines pytree outputs memory_pattern checkpoints state/ shapes/ scalar_tensors "
+    "effect_ops scalar_index functorch record_op sort_graph arguments refused tracer guards/ regions/ compare_traces freeze "
+    "dynamo",
     "capture/state": "global_names profile_hook iterators reads environment writes recorder",
     "capture/shapes": "symbols policy",
     "capture/guards": "guards recompile_reasons",
@@ -62,7 +62,7 @@ LARGE = {
     "capture/regions/detect:Regions": 324,
     "capture/shapes/symbols:Symbols": 259,
     "capture/state/recorder:Recorder": 440,
-    "capture/tracer:call": 53,
+    "capture/tracer:call": 55,
     "capture/tracer:run_body": 70,
     "codegen/emit/tape:Tape": 450,
     "codegen/emit/writer:Writer": 406,

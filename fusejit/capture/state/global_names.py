@@ -135,3 +135,12 @@ def full(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
+
+
+def innermost(value: Any) -> types.FunctionType | None:
+    """The function that a partial, a method or a chain of them calls in the end; None where it is no function of
+    Python.
+    """
+    while (inner := getattr(value, "func", None) or getattr(value, "__func__", None)) is not None:
+        value = inner
+    return value if isinstance(value, types.FunctionType) else None

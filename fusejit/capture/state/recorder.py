@@ -34,7 +34,17 @@ from ...errors import Unsupported
 from ..checkpoints import REENTRANT, Checkpoints, in_place
 from ..source_lines import frame_line, kind, user_frame
 from .environment import on_builtin_call, refuse_marks, seer
-from .global_names import STATE, class_table, followable, full, global_names, holder_of, torch_state, users_class
+from .global_names import (
+    STATE,
+    class_table,
+    followable,
+    full,
+    global_names,
+    holder_of,
+    innermost,
+    torch_state,
+    users_class,
+)
 from .iterators import Streams, is_stand_in
 from .profile_hook import Hook
 from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, tensors_within
@@ -72,7 +82,8 @@ class Recorder:
         self.owner = threading.get_ident()
         self.codes: dict[types.CodeType, Callable | None] = {}  # that have run, each with what sees every call of it
         self.watched: dict[int, Any] = {}
-        self.streams, self.checkpoints = Streams(), Checkpoints()
+        self.streams = Streams()
+        self.around: tuple[Any, ...] = (self.streams, Checkpoints())
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
         self.functions: set[int] = set()  # tables of their attributes
@@ -99,15 +110,15 @@ class Recorder:
         self.patch(torch.nn.Module)
         self.patch_apply()
         refuse_marks(self)
-        self.streams.__enter__()
-        self.checkpoints.__enter__()
+        for state in self.around:
+            state.__enter__()
         self.hook.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.hook.__exit__()
-        self.checkpoints.__exit__()
-        self.streams.__exit__()
+        for state in self.around:
+            state.__exit__()
         for cls, name, original in reversed(self.patched):
             if original is MISSING:
                 type.__delattr__(cls, name)
@@ -396,12 +407,7 @@ class Recorder:
                 self.add("attribute", value, name, getattr(value, name))
         elif kind_of is functools._lru_cache_wrapper:  # a call may find its result there, and read nothing
             self.watch(value.__wrapped__)
-            inner = value.__wrapped__
-            while (
-                found := getattr(inner, "func", None) or getattr(inner, "__func__", None)
-            ) is not None:  # a partial's, a method's
-                inner = found
-            if isinstance(inner, types.FunctionType):
+            if (inner := innermost(value.__wrapped__)) is not None:
                 self.scan(inner.__code__, inner.__globals__)
         elif isinstance(value, CONTAINERS):
             self.watch_container(value, depth)
