@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .members import one_by_one
 from .state.profile_hook import unobserved
 
 Tensor = torch.Tensor
@@ -90,6 +91,24 @@ def recording(mode: Any, symbolic: bool) -> Callable[[Any, tuple, dict[str, Any]
         node.meta["val"] = snapshot_fake(made)
         return made
 
+    return as_eager(record)
+
+
+def as_eager(write: Callable[[Any, tuple, dict[str, Any]], Any]) -> Callable[[Any, tuple, dict[str, Any]], Any]:
+    """Let what writes a call write what eager does instead where the op itself does not tell that: see `WAYS` and
+    members.py.
+    """
+
+    def record(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func in WAYS and (made := WAYS[func](write, *args, **kwargs)) is not NotImplemented:
+            return made
+        members = one_by_one(func, args, kwargs)
+        if members is None:
+            return write(func, args, kwargs)
+        for given, named in members:
+            write(func, given, named)
+        return None
+
     return record
 
 
@@ -120,3 +139,45 @@ def name_of(func: Any, graph: torch.fx.Graph) -> str:
     ]:
         return ""
     return graph._target_to_str(func.overloadpacket.__name__)
+
+
+# Ops whose memory torch's fake tensors mistake: each is called with what records an op, and NotImplemented leaves it as
+# it is.
+
+
+def dropout(record: Callable[..., Any], x: Tensor, p: float, train: bool) -> Any:
+    """Return the operand itself where torch's kernel does, which neither its schema nor torch's rewrite of it in Python
+    tells.
+    """
+    with unobserved():
+        made = ATEN.dropout.default._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, x, p, train)
+    return x if made is x else NotImplemented
+
+
+def native_dropout(record: Callable[..., Any], x: Tensor, p: float, train: bool | None) -> Any:
+    """Return a copy where nothing is dropped: torch's rewrite returns the operand itself, and takes None for False."""
+    if train is None:
+        return record(ATEN.native_dropout.default, (x, p, True), {})
+    if train and p:
+        return NotImplemented
+    return record(ATEN.clone.default, (x,), {}), record(ATEN.ones_like.default, (x,), {"dtype": torch.bool})
+
+
+def told(view: Any) -> Callable[..., Any]:
+    """Write down the view instead of its namesake that denies to be one: autograd alone, which lets that be changed,
+    tells them apart.
+    """
+
+    def split(record: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+        return NotImplemented if x.requires_grad and torch.is_grad_enabled() else record(view, (x, *args), {})
+
+    return split
+
+
+WAYS: dict[Any, Callable[..., Any]] = {
+    ATEN.dropout.default: dropout,
+    ATEN.native_dropout.default: native_dropout,
+    ATEN.unsafe_split.Tensor: told(ATEN.split.Tensor),
+    ATEN.unsafe_split_with_sizes.default: told(ATEN.split_with_sizes.default),
+    ATEN.unsafe_chunk.default: told(ATEN.chunk.default),
+}

@@ -48,6 +48,16 @@ class Like:
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
+    def laid(self, shape: Sequence[int]) -> Sequence[int]:
+        """The strides for a shape of real sizes: its own, or where sizes vary those of memory in the same order without
+        holes.
+        """
+        if all(type(n) is int for n in (*self.shape, *self.strides)):
+            return self.strides
+        known = [n if type(n) is int else n.node.hint for n in self.strides]  # type: ignore[attr-defined]
+        order = sorted(range(len(shape)), key=lambda axis: (-known[axis], axis))
+        return torch.empty_permuted(shape, order, device="meta").stride()
+
     def zeros(self) -> Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
@@ -62,7 +72,15 @@ class Like:
 
 
 def like(value: Tensor) -> Like:
-    return Like(tuple(value.shape), value.stride(), value.dtype, value.device)
+    """What a tensor is in memory of its own: an expanded one, or one with holes, is laid out as torch lays out what it
+    computes from it.
+    """
+    from torch._prims_common import compute_elementwise_output_strides, is_non_overlapping_and_dense_or_false
+
+    with torch._C.DisableTorchFunction():
+        kept = is_non_overlapping_and_dense_or_false(value)
+        strides = value.stride() if kept else compute_elementwise_output_strides(value)
+    return Like(tuple(value.shape), tuple(strides), value.dtype, value.device)
 
 
 class Piece:
@@ -202,9 +220,9 @@ def settled(values: Sequence[Tensor], likes: Sequence[Like], inputs: Sequence[Te
     taken = {value.untyped_storage()._cdata for value in inputs}
     made = []
     for value, like in zip(values, likes, strict=True):
-        memory = value.untyped_storage()._cdata
-        if memory in taken or value.stride() != like.strides:
-            value = like.empty().copy_(value)
+        memory, strides = value.untyped_storage()._cdata, like.laid(value.shape)
+        if memory in taken or value.stride() != strides:
+            value = torch.empty_strided(value.shape, strides, dtype=like.dtype, device=like.device).copy_(value)
         taken.add(value.untyped_storage()._cdata)
         made.append(value.detach())
     return made

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from ..fork_locks import renewed
+from .torch_private import raise_versions
 
 Tensor = torch.Tensor
 WARM = 2
@@ -227,6 +228,8 @@ class Recorded:
             copy = found.copies[number]
             if copy is not None:
                 args[number].copy_(copy)
+            else:
+                raise_versions((args[number],))
         fresh = iter([result.clone() if found.shared else result.detach() for result in found.results])
         handed = tuple([next(fresh) if place is None else args[place] for place in found.given])
         args.clear()

@@ -67,9 +67,10 @@ def measurable(program: Any, tensors: Sequence[torch.Tensor]) -> bool:
     requires grad.
     """
     small = 0 < program.launches <= LAUNCHES and not program.externs and not program.calls
-    changes = any(buffer.written_to in program.inputs for buffer in program.buffers.values())
     return (
-        small and not changes and all(tensor.device.type == DEVICE and not tensor.requires_grad for tensor in tensors)
+        small
+        and not program.changed
+        and all(tensor.device.type == DEVICE and not tensor.requires_grad for tensor in tensors)
     )
 
 

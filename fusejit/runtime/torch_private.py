@@ -192,6 +192,12 @@ def allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], t
 # Autograd.
 
 
+raise_versions: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
+"""Tell autograd that tensors were changed in place by what it did not see, so that a backward that saved them raises as
+in eager.
+"""
+
+
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its Python part, which serves functorch and `setup_context` and takes 5 us; not inside
     torch.func.

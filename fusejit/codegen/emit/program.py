@@ -107,6 +107,14 @@ class Program:
                 found[id(program)] = program, count + found.get(id(program), (program, 0))[1]
         return [*found.values(), (self, 1)]
 
+    @property
+    def changed(self) -> list[str]:
+        """Names of the inputs that kernels write to, in their order; a call of torch tells autograd of its changes
+        itself.
+        """
+        written = {b.written_to for b in self.buffers.values() if b.written_to}
+        return [name for name in self.inputs if name in written]
+
     @cached_property
     def call(self) -> Callable[[list[Any]], Sequence[Any]]:
         filename = f"<fusejit program {id(self):x}>"
@@ -148,6 +156,7 @@ class Program:
             {part._allocator(step.buffer.device) for part in parts for step in part.steps if isinstance(step, Alloc)}
         )
         fields = {"examples": examples, "allocators": allocators, "sized": any(k["tiles"] for k in shown)}
+        fields["changes"] = any(part.changed for part in parts)
         return _template("program").render(doc=doc, kernels=shown, functions=functions, **fields)
 
     @cached_property
@@ -170,6 +179,8 @@ class Program:
     def _body(self, launchers: dict[Any, tuple[Kernel, str]], names: dict[int, str]) -> list[str]:
         """The lines of the function; before them, the sizes that they name."""
         lines = [line for step in self.steps for line in self._lines(step, launchers, names)]
+        if changed := self.changed:
+            lines.insert(0, f"raise_versions(({', '.join(changed)},))")
         wanted: list[str] = []
         for name in reversed(self.atoms):  # each is made of symbols and of those before it
             if any(re.search(rf"\b{name}\b", line) for line in (*lines, *wanted)):

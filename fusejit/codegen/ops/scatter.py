@@ -228,6 +228,12 @@ def refused(node: Node) -> str:
         return ""
     if out.dim() == 0 or not out.numel():
         return "a result without dimensions, or without elements"
+    if (
+        not put
+        and not name.startswith("embedding")
+        and any(v.meta["val"].dim() == 0 for v in arguments(node)[2:4] if isinstance(v, Node))
+    ):
+        return "an index or a source without dimensions"
     if put and not all(i is None or i.meta["val"].dtype in (torch.int64, torch.int32) for i in arguments(node)[1]):
         return "how many elements a mask selects is known only when it runs"
     if name.startswith("scatter.") and (len(node.args) > 4 or node.kwargs):

@@ -178,5 +178,6 @@ def is_alias(node: Node) -> bool:
     """Whether a node only looks at the memory of its first argument; a piece of a split does."""
     if node.op != "call_function":
         return False
-    piece = node.target is operator.getitem and any(short(n.target) in SPLITS for n in node.all_input_nodes)
-    return piece or short(node.target) in (*ALIASES, *SPLITS, "as_strided.default")
+    if node.target is operator.getitem:
+        return any(short(n.target) in SPLITS for n in node.all_input_nodes)
+    return short(node.target) in ALIASES or short(node.target) not in COPIES and getattr(node.target, "is_view", False)
