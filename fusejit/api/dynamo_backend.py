@@ -251,7 +251,7 @@ class Reader:
             return self.run(function, args, kwargs)
 
     def run(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        before, count = len(self.frames.classes), self.count
+        before, count = (len(self.frames.classes), len(self.frames.modules)), self.count
         self.frames.skipped = False
         try:
             result = dynamo.outside_traces(function, args, kwargs)
@@ -266,8 +266,9 @@ class Reader:
                 raise
             raise refusal(dynamo.explain_break(error), self.settings.name) from error
         finally:
-            if len(self.frames.classes) != before:
+            if (len(self.frames.classes), len(self.frames.modules)) != before:
                 self.unguarded.add(self.frames.classes)
+                self.unguarded.add_modules(self.frames.modules)
 
     def observe(self, args: tuple, kwargs: dict[str, Any]) -> list[Specialisation]:
         """Run a call once to see which graphs it is cut into; random numbers and changed inputs of graphs are put

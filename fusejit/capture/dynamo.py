@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.fx import _symbolic_trace
 from ..errors import Unsupported
 from .checkpoints import marking, policy_of
 from .source_lines import ENTRY, kind, shorten, stack_entry
-from .state.global_names import class_table, users_class
+from .state.global_names import TABLES, class_table, users_class
 from .tracer import LOCAL, LOCK
 
 FIRST = "first call"
@@ -99,6 +100,7 @@ class Frames:
         self.failed: dict[types.CodeType, int] = {}
         self.why: list[str] = []
         self.classes: dict[type, None] = {}
+        self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.skipped = False
         self.breaks: dict[str, None] = {}
 
@@ -170,6 +172,9 @@ def read(
     def guarded(guards: Any) -> None:
         for guard in guards:
             cls = guard.guarded_class_weakref() if guard.guarded_class_weakref is not None else None
+            obj = guard.obj_weakref() if guard.obj_weakref is not None else None
+            if isinstance(obj, torch.nn.Module):
+                frames.modules.add(obj)
             frames.classes |= dict.fromkeys(base for base in getattr(cls, "__mro__", ()) if users_class(base))
 
     context: Any = optimize(backend, nopython=fullgraph, guard_fail_fn=failed, guard_export_fn=guarded)
@@ -209,6 +214,8 @@ class Unguarded:
         )
         self.own = self.state()
         self.classes: dict[type, tuple[Any, int, list[str], list[Any]]] = {}
+        self.modules: list[tuple[weakref.ref[torch.nn.Module], frozenset[str]]] = []
+        self.hidden: set[tuple[int, str]] = set()
 
     def state(self) -> tuple:
         hooks, own = torch.nn.modules.module, self.function
@@ -226,8 +233,23 @@ class Unguarded:
                 names = [name for name, value in table.items() if isinstance(value, METHODS)]
                 self.classes[cls] = (table, len(table), names, [table[name] for name in names])
 
+    def add_modules(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Modules whose parameters, buffers and submodules Dynamo takes from their tables, though Python looks at
+        `__dict__` first.
+        """
+        self.modules = [(weakref.ref(module), frozenset(names_in_tables(module))) for module in modules]
+        self.hidden = {*self.hiding()}
+
+    def hiding(self) -> Iterator[tuple[int, str]]:
+        """The names in modules' tables that an attribute of the module's own hides."""
+        for reference, names in self.modules:
+            if (module := reference()) is not None and not (own := module.__dict__.keys()).isdisjoint(names):
+                yield from ((id(module), name) for name in names & own)
+
     def changed(self) -> str:
         """What changed, or ""."""
+        if any(pair not in self.hidden for pair in self.hiding()):
+            return "a module has an attribute of its own in the place of a parameter, a buffer or a submodule"
         hooks, code, defaults, keywords = self.state()
         was = self.own
         if hooks is not was[0] or code is not was[1] or defaults is not was[2] or keywords is not was[3]:
@@ -236,6 +258,10 @@ class Unguarded:
             if len(table) != size or list(map(table.get, names)) != values:
                 return f"class {cls.__name__} changed"
         return ""
+
+
+def names_in_tables(module: torch.nn.Module) -> Iterable[str]:
+    return (name for section in TABLES for name in module.__dict__[section])
 
 
 METHODS = (types.FunctionType, staticmethod, classmethod, property)

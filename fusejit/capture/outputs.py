@@ -43,8 +43,10 @@ OUTPUT_VALUES = (
 )
 
 
-def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
-    """Give each leaf of the result its place among the graph's outputs, or keep it as a constant."""
+def sort_outputs(flat: list[Any], recipe: tuple[type, ...] = ()) -> tuple[Any, ...]:
+    """Give each leaf of the result its place among the graph's outputs, or keep it as a constant; a `recipe` stays as
+    it is.
+    """
     found: list[Any] = []
     count = 0
     for item in flat:
@@ -55,6 +57,8 @@ def sort_outputs(flat: list[Any]) -> tuple[Any, ...]:
             found.append(Constant(int(item) if isinstance(item, torch.SymInt) else float(item)))  # it is fixed by that
         elif isinstance(item, (torch.Size, slice)):
             found.append(Constant(fixed(item)))
+        elif isinstance(item, recipe):
+            found.append(item)
         elif isinstance(item, OUTPUT_VALUES) or callable(item) or not hasattr(item, "__dict__"):
             found.append(Constant(item))
         else:

@@ -40,6 +40,7 @@ from .effect_ops import ASSERTS, as_check
 from .effect_ops import OPS as ORDERED
 from .functorch import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
 from .outputs import Constant, check_unchanged, sort_outputs
+from .recipes import RECIPES, Call, Recipes, Shared, Unrepeatable, marked
 from .record_op import recording, taken_apart
 from .refused import DATA, DATA_DEPENDENT, REFUSED, WAY_OUT, T, explain_error
 from .scalar_index import GET, SET, Picked
@@ -52,7 +53,7 @@ from .state.profile_hook import unobserved
 from .state.reads import Effect
 from .state.recorder import Recorder
 from .state.shared_containers import check_identities
-from .state.writes import Change, Store, carried, restore, stores
+from .state.writes import Change, Store, moving, repeat, restore, shared, stores
 
 Tensor = torch.Tensor
 LOCK = awaited(threading.RLock())
@@ -102,8 +103,8 @@ class Captured:
         same: (tensor, i): closed-over tensors that were the same object as argument tensor i.
         effects, recorder: see capture/state/recorder.py. met: what `lifted` was before its tensors became constants.
         inference: entered `torch.inference_mode` somewhere; its ops run under no_grad.
-        regions: the `Regions` of the capture, or None. stores: what each call writes; carried: what the next call may
-        read (see capture/state/writes.py).
+        regions: the `Regions` of the capture, or None.
+        stores: what each call writes; moving: of that, what the guards compare (see capture/state/writes.py).
     """
 
     graph: torch.fx.GraphModule
@@ -118,7 +119,7 @@ class Captured:
     met: tuple[Tensor, ...] = ()
     regions: Any = None
     stores: tuple[Store, ...] = ()
-    carried: list[Change] = field(default_factory=list)
+    moving: list[Change] = field(default_factory=list)
 
     @property
     def bare(self) -> bool:
@@ -129,10 +130,15 @@ class Captured:
         """Build the function's result from the tensors that the graph returned, and store what the call leaves
         behind.
         """
-        leaves = [item.value if type(item) is Constant else results[item] for item in self.outputs]
-        for store in self.stores:
-            store.repeat(results)
+        call = Call(results)
+        leaves = [results[item] if type(item) is int else call.make(item) for item in self.outputs]
+        repeat(self.stores, call)
         return pytree.unflatten(self.structure, iter(leaves))
+
+    @property
+    def plain(self) -> bool:
+        """Whether a call leaves nothing behind, and returns nothing that the user holds elsewhere."""
+        return not self.stores and all(type(item) in (int, Constant) for item in self.outputs)
 
 
 def active() -> bool:
@@ -431,6 +437,7 @@ def trace_once(
     with refusals() as seen:
         try:
             for item in (fn, *watch, *leaves):
+                watcher.reach(item)
                 watcher.watch(item)
             captured = run_body(
                 fn if rewrite is None else rewrite(fn), structure, leaves, name, watcher, regions, symbols
@@ -446,7 +453,13 @@ def trace_once(
         and error not in seen
     ):
         error = seen[0]  # which the function itself caught: what it did then is not what it does in eager
+<<<<<<< ours
     lost, drawn = restore(watcher, () if error is not None else captured.stores), watcher.streams.settle()
+=======
+    moved = moving(watcher, captured.stores) if error is None else []
+    restore(watcher)
+    drawn = watcher.streams.restore()
+>>>>>>> theirs
     if error is not None:
         made = explain_error(error)
         if made is not error:
@@ -456,8 +469,16 @@ def trace_once(
         raise made
     if drawn:
         raise Unsupported(*DRAWN, in_python=False)
+<<<<<<< ours
     captured.effects = [*(change.effect for change in lost), *watcher.messages.values()]
     captured.carried = carried(watcher, lost)
+=======
+    if not torch.equal(seeded, torch.get_rng_state()):  # fake tensors draw nothing, so the body has set it
+        torch.set_rng_state(seeded)
+        reason = "it would take effect at capture only; call it outside"
+        raise Unsupported("torch.manual_seed inside a jitted function", reason, in_python=False)
+    captured.effects, captured.moving = [*watcher.messages.values()], moved
+>>>>>>> theirs
     return captured
 
 
@@ -505,11 +526,8 @@ def run_body(
             tracing.note_grad()
             check_unchanged((args, kwargs), structure, values)
             check_identities(fn, out, (args, kwargs))
-            flat: list[Any] = []
-            result.append(pytree.flatten(out, flat))
-            result.append([tracing.replace(item) for item in flat])
-        tensors = [item for item in result[1] if isinstance(item, Tensor)]
-        result.append(tuple(stores(watcher, mode.tracer.tensor_tracker, tensors)))
+        structure_of, flat, tensors, kept = take_results(out, watcher, tracing)
+        result.extend((structure_of, flat, kept))
         return tuple(tensors if tracing.token is None else [*tensors, tracing.token])
 
     tracing.stop = body.__code__
@@ -528,10 +546,33 @@ def run_body(
     if symbols is not None:
         refuse_type(symbols.scalars, watcher.codes)
         module = symbols.bind(module)
-    lifted, outputs = tuple(value for value, _ in tracing.lifted), sort_outputs(result[1])
+    lifted, outputs = tuple(value for value, _ in tracing.lifted), sort_outputs(result[1], RECIPES)
     return Captured(
         module, tuple(positions), lifted, outputs, result[0], tracing.same, [], watcher, name, (), blocks, result[2]
     )
+
+
+def take_results(
+    out: Any, watcher: Recorder, tracing: Tracing
+) -> tuple[Any, list[Any], list[Tensor], tuple[Store, ...]]:
+    """The structure and the leaves of what the body returned, the graph's results for them, and what each call
+    writes.
+    """
+    leaves: list[Any] = []
+    structure = pytree.flatten(marked(out, shared(watcher)), leaves)
+    leaves = [tracing.replace(item) for item in leaves]
+    tensors = [item for item in leaves if isinstance(item, Tensor)]
+    recipes = Recipes(watcher, tracing.twin, tracing.mode.tracer.tensor_tracker, tensors)
+    kept = stores(watcher, recipes)
+    return structure, [recipe_of(recipes, item) if isinstance(item, Shared) else item for item in leaves], tensors, kept
+
+
+def recipe_of(recipes: Recipes, result: Shared) -> Any:
+    """The recipe of a container that the body returns and that is held elsewhere, too."""
+    try:
+        return recipes.of(result.value)
+    except Unrepeatable as error:
+        raise Unsupported(f"returning a {type(result.value).__name__}", f"{error}; return a copy of it") from None
 
 
 @contextlib.contextmanager

@@ -31,9 +31,11 @@ are the very objects of the last time: they are not read again, only their metad
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import re
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -480,12 +482,18 @@ def covered(read: Read, writer: Any, restless: dict) -> tuple[tuple[dict, ...] |
 
 def holders_of(read: Read, restless: dict) -> tuple[dict, ...] | None:
     """The dicts that have to stay as they are for a read to give the same object."""
-    if read.how not in ("item", "absent", "entry") or not versioned(read.table, restless):
+    table = dict_of(read.table)
+    if read.how not in ("item", "absent", "entry") or not versioned(table, restless):
         return None
     if read.how != "entry":
-        return (read.table,)
+        return (table,)
     section = read.table.get(read.section)
     return (read.table, section) if versioned(section, restless) else None
+
+
+def dict_of(table: Any) -> Any:
+    """The dict behind the read-only view of a class's attributes, whose version says whether these have changed."""
+    return gc.get_referents(table)[0] if type(table) is types.MappingProxyType else table
 
 
 def versioned(table: Any, restless: dict) -> bool:

@@ -29,7 +29,7 @@ from ..capture.regions.detect import Regions
 from ..capture.shapes.symbols import Symbols
 from ..capture.source_lines import refusal_lines
 from ..capture.state.reads import Effect
-from ..capture.state.writes import differs, left
+from ..capture.state.writes import left
 from ..capture.tracer import LOCK, Captured, capture
 from ..codegen.graph.fast_math import algebra
 from ..errors import CaptureError, CompileError, FusejitError, Unsupported
@@ -174,11 +174,11 @@ def specialise(
         captured, control = capture_rewritten(*given, regions, symbols)
     else:
         captured = capture(*given, regions=regions, symbols=symbols)
-    if captured.carried:
-        refuse_carried(
+    if captured.moving:
+        refuse_moving(
             captured,
+            leaves,
             lambda: capture_rewritten(*given)[0] if settings.capture_mode == "ast" else capture(*given),
-            symbols is not None,
         )
     if settings.fast_math:
         captured.graph = algebra(captured.graph)
@@ -230,32 +230,27 @@ def refuse_symbols(symbols: Symbols, settings: Settings, whole: bool, leaves: li
         raise Unsupported("dynamic numbers", reason)
 
 
-def refuse_carried(captured: Captured, again: Callable[[], Captured], symbolic: bool) -> None:
-    """Refuse a function that computes with Python values which its calls leave for one another: a graph holds one
-    call's.
+def refuse_moving(captured: Captured, leaves: list[Any], again: Callable[[], Captured]) -> None:
+    """Refuse a function that leaves other Python values at each call where the next one looks: each call would need a
+    graph of its own.
 
-    Captured `again`, as the second call would find things, it has to compute the same.
+    Captured `again`, as the second call would find things, it has to leave them as the first one did.
 
     Raises:
         Unsupported: it does not; names what it changes.
     """
-    what = captured.carried[0].effect
-    seen = not any(
-        id(change.holder) in captured.recorder.functions or isinstance(change.holder, deque)
-        for change in captured.carried
-    )
-    refused = Unsupported(
-        what.target, f"{what.action} by each call, and the next one computes with it: {CARRIED}", what.line, seen
-    )
-    with LOCK, contextlib.ExitStack() as stack:
-        first = again() if captured.regions is not None or symbolic else captured
-        stack.enter_context(left(captured.carried))
+    with LOCK, left(captured, [leaves[position] for position in captured.positions]):
         try:
             second = again()
-        except Exception as error:
-            raise refused from error
-        if differs(first, second):
-            raise refused
+        except Exception:  # then it is the second call that runs eagerly, or raises
+            return
+    if second.moving:
+        change = second.moving[0]
+        what = change.effect
+        seen = id(change.holder) not in captured.recorder.functions and not isinstance(change.holder, deque)
+        raise Unsupported(
+            what.target, f"{what.action} by each call, and the next one computes with it: {CARRIED}", what.line, seen
+        )
 
 
 def hold_for_sizes(found: Specialisation, symbols: Symbols, tensors: list[Tensor]) -> None:
@@ -316,7 +311,7 @@ def result_builder(captured: Captured) -> Callable[[Sequence[Any]], Any]:
     """The function from the graph's outputs to the user's result; the common shapes without a walk."""
     if captured.bare:
         return lambda results: results[0]
-    if captured.stores:
+    if not captured.plain:
         return captured.unflatten
     kind = captured.structure[0] if captured.structure is not None else None
     flat = kind in (tuple, list) and all(child is None for child in captured.structure[1])

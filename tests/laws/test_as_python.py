@@ -474,15 +474,13 @@ def test_the_type_of_a_tensor():
 
 
 def test_what_is_said_of_it(caplog):
-    """What calls store again is no loss; what they do not, and what nothing can be made of, is said with the line."""
+    """What calls write again is not spoken of; what nothing can be made of is said with the line."""
     net = Moving()
     jitted = jit(net)
     for _ in range(3):
         jitted(torch.randn(3))
     assert jitted.cache_info()[:4] == (2, 1, 2, 0)  # `seen` was empty at first
-    assert "Moving.calls was set" in caplog.text and not any(
-        name in caplog.text for name in ("mean", "total", "last", "seen")
-    )
+    assert not caplog.text and net.calls == 3
     recurrent = jit(a_state_of_two()[0])
     for _ in range(5):
         recurrent(torch.randn(1, 3))

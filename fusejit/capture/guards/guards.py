@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from .. import pytree as tree
-from ..state.reads import CONTAINERS, Contents, Read, contents
+from ..recipes import Place
+from ..state.reads import CONTAINERS, DEPTH, Contents, Read, contents
 from ..tracer import Captured
 
 Tensor = torch.Tensor
@@ -160,8 +161,15 @@ class Writer:
             self.scope[name] = value
         return name
 
+    def place(self, place: Place) -> str:
+        """The text that finds what stands at a place."""
+        keys = [repr(key) if type(key) in (str, int) else self.pin(key) for key in place.keys]
+        return self.expression(place.read) + "".join(f"[{key}]" for key in keys)
+
     def expression(self, read: Read) -> str:
         """The text that reads the value again."""
+        if read.how == "holder":
+            return self.place(read.table)
         if read.how == "entry":
             return f"{self.pin(read.table)}[{read.section!r}][{read.name!r}]"
         if read.how == "cell":
@@ -183,6 +191,9 @@ class Writer:
         if read.how == "absent":
             return f"{read.name!r} not in {self.pin(read.table)}"
         value, text = read.value, self.expression(read)
+        if read.how == "holder":
+            others = [f"{text} {'is' if same else 'is not'} {self.place(other)}" for other, same in read.snapshot]
+            return " and ".join([f"nature({text}) == {self.pin(nature(value))}", *others])
         if isinstance(value, Tensor):
             return (
                 self.tied(value, text) if id(value) in self.lifted_ids else f"type({text}) is {self.pin(type(value))}"
@@ -215,6 +226,8 @@ class Writer:
             )  # the latter: an entry of `self._buffers`
             used = id(frozen) in self.lifted_ids or id(frozen) in self.arguments
             return AnyTensor(type(frozen)) if not used or found and id(frozen) not in self.arguments else frozen
+        if len(keys) >= DEPTH:  # compared by identity, and perhaps around a circle
+            return frozen
         if isinstance(frozen, dict):
             return {key: self.loosened(item, read, (*keys, key)) for key, item in frozen.items()}
         return (
@@ -256,11 +269,11 @@ class Writer:
             )
         lines += [
             f"        return [{', '.join(results)}]",
-            "    except (KeyError, AttributeError, ValueError, TypeError):",
+            "    except (LookupError, AttributeError, ValueError, TypeError):",
             "        return None",
         ]
         self.count = len(self.conditions) + len(results)
-        self.scope |= {"same": same, "equal": equal, "frozen_same": frozen_same}
+        self.scope |= {"same": same, "equal": equal, "frozen_same": frozen_same, "nature": nature}
         return "\n".join(lines) + "\n", self.scope
 
     def tensor_lines(self, number: int, value: Tensor, read: Read | None) -> list[str]:
@@ -288,6 +301,11 @@ class AnyTensor:
     """In a frozen container: any tensor of a type."""
 
     kind: type
+
+
+def nature(container: Any) -> tuple:
+    """What kind of container one is, besides what it holds."""
+    return (type(container), getattr(container, "maxlen", None), getattr(container, "default_factory", None))
 
 
 def equal(now: Any, then: Any) -> bool:

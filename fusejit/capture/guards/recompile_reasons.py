@@ -160,7 +160,7 @@ def holds(text: str, scope: dict[str, Any]) -> bool:
 def evaluate(text: str, scope: dict[str, Any]) -> Any:
     try:
         return eval(text, scope)
-    except (KeyError, AttributeError, ValueError, TypeError):  # what the check itself takes for "changed"
+    except (LookupError, AttributeError, ValueError, TypeError):  # what the check itself takes for "changed"
         return MISSING
 
 
@@ -168,6 +168,8 @@ def title(read: Read, owners: dict[int, str]) -> str:
     """Name what was read: ``attribute Net.flag``, ``global SCALE``, ``closure variable c``."""
     if read.how == "element":
         return f"{title(read.table, owners)}{''.join(f'[{key!r}]' for key in read.name)}"
+    if read.how == "holder":
+        return f"what holds {title(read.table.read, owners)}"  # type: ignore[attr-defined]
     if read.how == "cell":
         return f"closure variable {read.name}"
     if read.how == "call":

@@ -94,8 +94,9 @@ def note_environment(recorder: Any, frame: types.FrameType) -> None:
 def note_birth(recorder: Any, frame: types.FrameType) -> None:
     made = frame.f_locals.get(frame.f_code.co_varnames[0])
     followed = isinstance(made, torch.nn.Module) or users_class(type(made))
-    if followed and hasattr(made, "__dict__") and id(vars(made)) not in recorder.watched:
+    if followed and hasattr(made, "__dict__") and id(vars(made)) not in recorder.before:
         recorder.born[id(made)] = made
+        recorder.newborn[id(vars(made))] = vars(made)
 
 
 def on_builtin_call(recorder: Any, frame: types.FrameType, called: Any) -> None:

@@ -14,18 +14,20 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..source_lines import kind
+from ..source_lines import kind, shorten, stack_entry
 
 ROOTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 IMPORT = "import "
 """What the name of a module begins with that the code itself imports."""
 LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF")
+TABLES = ("_parameters", "_buffers", "_modules")
+"""Where a module keeps what it has no attribute for."""
 SILENT = ("CACHE", "PRECALL", "EXTENDED_ARG")
 STATE = frozenset(
     {
@@ -79,6 +81,24 @@ def global_names(code: types.CodeType) -> tuple[tuple[tuple[str, ...], ...], tup
         if chain:
             loads[chain] = None
     return tuple(chain for chain in loads if not chain[-1].startswith(IMPORT)), tuple(stores)
+
+
+def item_line(codes: Iterable[types.CodeType], key: str) -> str:
+    """The user's line among codes that stores or deletes an item; of several, one that names the key, else the
+    first.
+    """
+    found: list[str] = []
+    for code in codes:
+        if kind(code.co_filename) != "torch":
+            steps = [
+                step
+                for step in dis.get_instructions(code)
+                if step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") and step.positions
+            ]
+            found += [
+                shorten(stack_entry(code.co_filename, step.positions.lineno or 0, code.co_name)) for step in steps
+            ]  # type: ignore
+    return next((line for line in found if key in line), found[0] if found else "")
 
 
 def holder_of(path: Sequence[str], name: str, scope: Any, free: Mapping[str, Any]) -> Any:

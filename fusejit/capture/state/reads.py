@@ -117,6 +117,8 @@ def tensors_within(frozen: Any, keys: tuple = ()) -> Iterator[tuple[tuple, torch
     """The tensors of a container that was frozen, each with the keys that lead to it."""
     if isinstance(frozen, torch.Tensor):
         yield keys, frozen
+    elif len(keys) >= DEPTH:
+        return
     elif isinstance(frozen, dict):
         for key, item in frozen.items():
             if type(key) in (str, int):
@@ -160,5 +162,8 @@ def refill(holder: Any, before: Any) -> None:
         for name, value in before.items():
             base.__setitem__(holder, name, value)
         return
-    holder.clear()
-    (holder.extend if isinstance(holder, (list, deque)) else holder.update)(before)
+    kind: Any = (
+        list if isinstance(holder, list) else deque if isinstance(holder, deque) else set
+    )  # whose methods are nobody's own
+    kind.clear(holder)
+    (kind.update if kind is set else kind.extend)(holder, before)

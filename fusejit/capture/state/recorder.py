@@ -23,33 +23,50 @@ import functools
 import sys
 import threading
 import types
-from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Mapping
+from collections import ChainMap, UserDict, UserList
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ...errors import Unsupported
+<<<<<<< ours
 from ..checkpoints import REENTRANT, Checkpoints, in_place
+=======
+from ..backwards import APPLY, refuse_applies, see_apply
+from ..before import Before
+from ..blind import attribute_use, is_addition, variable_uses
+from ..reach import CHANGING
+>>>>>>> theirs
 from ..source_lines import frame_line, kind, user_frame
 from .environment import on_builtin_call, refuse_marks, seer
 from .global_names import (
     STATE,
+<<<<<<< ours
+=======
+    TABLES,
+>>>>>>> theirs
     class_table,
     followable,
     full,
     global_names,
     holder_of,
+<<<<<<< ours
     innermost,
     torch_state,
     users_class,
 )
 from .iterators import Streams, is_stand_in
+=======
+    torch_state,
+    users_class,
+)
+from .iterators import Streams
+>>>>>>> theirs
 from .profile_hook import Hook
-from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, copied, freeze, tensors_within
+from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, freeze, tensors_within
 
-TABLES = ("_parameters", "_buffers", "_modules")
 HOOKS = {
     "_forward_hooks": "a forward hook",
     "_forward_pre_hooks": "a forward pre-hook",
@@ -68,13 +85,13 @@ REFUSED_CALLS: dict[Any, Any] = {
     print: ("print", ONCE + ", or use fusejit.print, which prints on every call"),
     input: ("input", ONCE),
 }
-APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
 
 
-class Recorder:
+class Recorder(Before):
     """Records reads and writes of one thread between `__enter__` and `__exit__`; one at a time in a process."""
 
     def __init__(self, rewrite: Callable | None = None) -> None:
+        super().__init__()
         self.rewrite = rewrite
         self.reads: dict[tuple[int, str, str], Read] = {}
         self.sources: dict[int, Read] = {}
@@ -83,24 +100,29 @@ class Recorder:
         self.codes: dict[types.CodeType, Callable | None] = {}  # that have run, each with what sees every call of it
         self.watched: dict[int, Any] = {}
         self.streams = Streams()
+<<<<<<< ours
         self.around: tuple[Any, ...] = (self.streams, Checkpoints())
         self.snapshots: list[tuple[Any, Any, str]] = []
         self.before: dict[int, Any] = {}
+=======
+        self.blind: dict[
+            tuple[int, str, str], tuple[Read, set[str]]
+        ] = {}  # by key of `reads`: values that are only added to, and how
+>>>>>>> theirs
         self.functions: set[int] = set()  # tables of their attributes
         self.marked: list[torch.Tensor] = []  # arguments on which the user's code keeps something
-        self.slots: list[tuple[Any, str, Any, Any]] = []
-        self.classes: dict[type, dict[str, Any]] = {}
+        self.lines: dict[int, str] = {}  # by id of a container: where the body changed it
         self.messages: dict[str, Effect] = {}  # by line: what only the capture logs or warns
         self.tables: set[int] = set()  # of the objects whose attributes are read by name
-        self.cells: list[tuple[types.CellType, Any]] = []
         self.scopes: set[int] = set()
         self.window = False
         self.stores: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.patched: list[tuple[type, str, Any]] = []
         self.hook = Hook(self.on_call)
-        self.silent = 0
         self.ignored: set[int] = set()
+        self.classed: set[tuple[type, str]] = set()
         self.born: dict[int, Any] = {}  # objects that the body makes: what they hold is nothing that was there before
+        self.newborn: dict[int, Any] = {}  # and their attributes, by id
         self.twins: Mapping[int, Any] = {}  # real tensors' stand-ins in the trace, by id
         self.inference = torch.is_inference_mode_enabled()
 
@@ -108,7 +130,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self.patch(torch.nn.Module)
-        self.patch_apply()
+        refuse_applies(self)
         refuse_marks(self)
         for state in self.around:
             state.__enter__()
@@ -164,7 +186,7 @@ class Recorder:
 
         def setattribute(obj: Any, name: str, value: Any) -> None:
             if ident() == recorder.owner:
-                recorder.writes[id(obj), name] = frame_line(user_frame(sys._getframe(1)))
+                recorder.note_write(obj, name, sys._getframe(1))
             put(obj, name, value)
 
         try:
@@ -176,6 +198,7 @@ class Recorder:
         self.replace(cls, "__setattr__", setattribute)
         return True
 
+<<<<<<< ours
     def patch_apply(self) -> None:
         """Refuse `autograd.Function`s whose own backward the graph would lose."""
         recorder = self
@@ -188,6 +211,8 @@ class Recorder:
 
         self.replace(torch.autograd.Function, "apply", classmethod(apply))
 
+=======
+>>>>>>> theirs
     def on_call(self, frame: types.FrameType, event: str, arg: Any) -> None:
         """Profile hook: look at the globals of each user function as it starts; refuse calls that a graph cannot
         repeat.
@@ -203,6 +228,8 @@ class Recorder:
             if see is not None:
                 see(self, frame)
         elif event == "c_call" and type(arg) is types.BuiltinFunctionType and not self.silent:
+            if id(arg.__self__) in self.before and kind(frame.f_code.co_filename) != "torch":
+                self.lines[id(arg.__self__)] = frame_line(user_frame(frame))
             on_builtin_call(self, frame, arg)
             if type(arg.__self__) is not types.ModuleType or arg not in REFUSED_CALLS:
                 return
@@ -218,8 +245,12 @@ class Recorder:
         if key in self.reads:
             return
         written = self.written(how, table, name, value, section)
+        if written and key in self.blind:
+            self.expose(key)
         if written and not self.window:
             return
+        if not written and id(table) not in self.newborn:
+            self.reach(value)
         before = MappingProxyType({}) if self.window else self.before
         read = self.reads[key] = Read(how, table, name, value, section, freeze(value, before=before), written)
         self.watched.setdefault(id(table), table)
@@ -232,6 +263,40 @@ class Recorder:
         for keys, tensor in tensors_within(read.snapshot) if isinstance(value, CONTAINERS) else ():
             self.sources.setdefault(id(tensor), Read("element", read, keys, tensor))  # type: ignore[arg-type]
         self.watch(value)
+
+    def note_blind(self, how: str, table: Any, name: str, value: Any, uses: Iterable[str], owner: str = "") -> bool:
+        """Record a value that is only added to (see capture/blind.py): no guard compares what it holds; False where one
+        does already.
+        """
+        key = (id(table), how, name)
+        if key in self.reads:
+            return False
+        before = self.before.get(id(table))
+        if key not in self.blind and isinstance(before, dict) and before.get(name, MISSING) is not value:
+            return False  # the body has put it there
+        if isinstance(value, CHANGING):
+            self.keep(value, owner or type(value).__name__)
+            self.reach(value)
+        self.blind.setdefault(key, (Read(how, table, name, value), set()))[1].update(uses)
+        return True
+
+    def expose(self, key: tuple[int, str, str]) -> None:
+        """Compare what a value held that was taken for one that is only added to."""
+        read, _ = self.blind.pop(key)
+        self.compare(read.how, read.table, read.name, read.value)
+
+    def compare(self, how: str, table: Any, name: str, value: Any) -> Read:
+        """Compare what a place held before the body ran."""
+        key = (id(table), how, name)
+        self.blind.pop(key, None)
+        if key not in self.reads:
+            read = self.reads[key] = Read(how, table, name, value, snapshot=freeze(value, before=self.before))
+            self.watched.setdefault(id(table), table)
+            if isinstance(value, torch.Tensor):
+                self.sources.setdefault(id(value), read)
+            for keys, tensor in tensors_within(read.snapshot) if isinstance(value, CONTAINERS) else ():
+                self.sources.setdefault(id(tensor), Read("element", read, keys, tensor))  # type: ignore[arg-type]
+        return self.reads[key]
 
     def written(self, how: str, table: Any, name: str, value: Any, section: str) -> bool:
         """Whether the capture itself put this value there: it then follows from other reads, and says nothing of the
@@ -256,8 +321,7 @@ class Recorder:
         self.silent += 1
         try:
             table = getattr(obj, "__dict__", None)
-            if name == "forward":
-                self.note_type(obj)
+            self.note_type(obj)
             if type(table) is not dict:
                 self.add("attribute", obj, name, value)
             elif name in table:
@@ -266,11 +330,23 @@ class Recorder:
                         f"{HOOKS[name]} on {type(obj).__name__}",
                         "hooks inside a jitted function run eagerly, with all of it",
                     )
-                self.add("item", table, name, table[name])
+                self.note_classes(obj, name)
+                use = attribute_use(sys._getframe(2), name, table[name])
+                if not (
+                    use and self.note_blind("item", table, name, table[name], {use}, f"{type(obj).__name__}.{name}")
+                ):
+                    self.add("item", table, name, table[name])
             else:
                 self.note_class(obj, table, name)
         finally:
             self.silent -= 1
+
+    def note_write(self, obj: Any, name: str, frame: types.FrameType) -> None:
+        """Record that an attribute is set, and where."""
+        self.writes[id(obj), name] = frame_line(user_frame(frame))
+        key = (id(getattr(obj, "__dict__", None)), "item", name) if self.blind else None
+        if key in self.blind and not is_addition(frame):
+            self.expose(key)  # type: ignore[arg-type]
 
     def note_class(self, obj: Any, table: dict[str, Any], name: str) -> None:
         """Record that `name` came from the object's class, and that the object has none of its own."""
@@ -286,6 +362,15 @@ class Recorder:
                     if users_class(nearer):
                         self.add("absent", class_table(nearer), name, None)
                 return
+
+    def note_classes(self, obj: Any, name: str) -> None:
+        """Record what the user's classes of an object hold under a name that was found elsewhere: a property there
+        would come first.
+        """
+        if (type(obj), name) not in self.classed:
+            self.classed.add((type(obj), name))
+            for table in [class_table(cls) for cls in type(obj).__mro__ if users_class(cls)]:
+                self.add("item" if name in table else "absent", table, name, table.get(name))
 
     def note_type(self, obj: Any) -> None:
         """Record the class of an object, which may be given another: torch's parametrizations and `fully_shard` do
@@ -339,6 +424,9 @@ class Recorder:
             if isinstance(obj, torch.nn.Module):
                 for section in TABLES:
                     if name in obj.__dict__.get(section, ()):
+                        self.note_type(obj)
+                        self.note_classes(obj, name)
+                        self.add("absent", obj.__dict__, name, None)  # Python looks there first
                         return self.add("entry", obj.__dict__, name, obj.__dict__[section][name], section)
             self.add("attribute", obj, name, value)
         finally:
@@ -358,7 +446,9 @@ class Recorder:
                     self.stores.setdefault((id(table), name), (table, name, table.get(name, MISSING)))
             for *path, name in loads:
                 table = holder_of(path, name, scope, free)
-                if table is not free:
+                value = table.get(name) if not path and table is scope else None
+                uses = variable_uses(code, name, value)
+                if table is not free and not (uses and self.note_blind("item", scope, name, value, uses)):
                     self.scan_name(table, name)
         finally:
             self.silent -= 1
@@ -420,7 +510,9 @@ class Recorder:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             if full(cell):
                 self.cells.append((cell, cell.cell_contents))
-                self.add("cell", cell, name, cell.cell_contents)
+                uses = variable_uses(function.__code__, name, cell.cell_contents)
+                if not (uses and self.note_blind("cell", cell, name, cell.cell_contents, uses)):
+                    self.add("cell", cell, name, cell.cell_contents)
         if kind(function.__code__.co_filename) == "user":
             self.keep(vars(function), function.__name__)
             self.functions.add(id(vars(function)))
@@ -445,7 +537,7 @@ class Recorder:
             nearer.append(table)
 
     def watch_container(self, value: Any, depth: int) -> None:
-        if isinstance(value, (list, dict, set, deque)):
+        if isinstance(value, CHANGING):
             self.keep(value, type(value).__name__)
         if depth and len(value) <= WIDTH:
             for item in value.values() if isinstance(value, dict) else value:
@@ -477,42 +569,16 @@ class Recorder:
                 for name, item in list(vars(value).items()):
                     self.add("item", vars(value), name, item)
 
-    def keep_slots(self, obj: Any) -> None:
-        """Note what the slots of an object hold; lists and dicts in them are copied."""
-        for cls in type(obj).__mro__:
-            for name, member in list(cls.__dict__.items()):
-                if type(member) is types.MemberDescriptorType and users_class(cls):
-                    try:
-                        value = member.__get__(obj)
-                    except AttributeError:
-                        value = MISSING
-                    self.slots.append((obj, name, member, value))
-                    if isinstance(value, (list, dict, set, deque)) and id(value) not in self.watched:
-                        self.watched[id(value)] = value
-                        self.keep(value, f"{type(obj).__name__}.{name}")
-
-    def keep_class(self, cls: type) -> None:
-        """Note what a class of the user's holds, and its bases."""
-        for base in cls.__mro__:
-            if users_class(base) and base not in self.classes:
-                self.classes[base] = dict(base.__dict__)
-
-    def keep(self, holder: Any, owner: str) -> None:
-        """Copy a container the first time that it is met; a later copy would hold what the capture wrote."""
-        if id(holder) not in self.before:
-            self.before[id(holder)] = copied(holder)
-            self.snapshots.append((holder, self.before[id(holder)], owner))
-
     def snapshot_object(self, obj: Any) -> None:
         table = obj.__dict__
         if type(table) is not dict:
             return
         self.keep(table, type(obj).__name__)
         self.tables.add(id(table))
+        self.attributes[id(table)] = obj
         self.watched[id(table)] = table
         for name, value in table.items():
-            if isinstance(value, (list, dict, set, deque)) and id(value) not in self.watched:
-                self.watched[id(value)] = value
+            if isinstance(value, CHANGING):
                 self.keep(value, f"{type(obj).__name__}.{name}")
         if isinstance(obj, torch.nn.Module):
             for section in TABLES[:2]:
@@ -523,28 +589,3 @@ class Recorder:
 
 LEAVES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.Tensor, torch.nn.Parameter,
                     torch.dtype, torch.device, torch.Size, range, slice})  # fmt: skip
-
-
-def refuse_backward(cls: type, given: tuple) -> None:
-    """Refuse an `autograd.Function` where its own backward would matter: the graph has only torch's.
-
-    One that torch.library made (`register_autograd`) belongs to an op, which brings its backward into every graph that
-    calls it; that of a piece under torch.func (frontend/subgraph_op.py) goes into the graph.
-    """
-    if cls.__module__ == "torch._library.autograd" or cls.__module__.startswith("fusejit."):
-        return
-    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in given):
-        name = f"{cls.__name__} (a torch.autograd.Function)"
-        raise Unsupported(
-            name, "its own backward cannot be captured; keep it outside the jitted function", here(), False
-        )
-
-
-def see_apply(recorder: Recorder, frame: types.FrameType) -> None:
-    """A call of `apply` through a name that was bound to it before the capture."""
-    refuse_backward(frame.f_locals["cls"], (*frame.f_locals["args"], *frame.f_locals["kwargs"].values()))
-
-
-def here() -> str:
-    """The user's line that is running now."""
-    return frame_line(user_frame(sys._getframe(1)))

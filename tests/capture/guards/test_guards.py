@@ -154,7 +154,7 @@ def test_a_function_that_writes_its_own_attributes(backend):
 
     counts.scale = 2
     jitted, x = jit(counts, backend=backend), torch.ones(2)
-    assert jitted(x)[0] == jitted(x)[0] == 2 and not hasattr(counts, "calls")
-    assert [effect.target for effect in jitted.specialisation(x).effects] == ["counts.calls"]
+    assert jitted(x)[0] == jitted(x)[0] == 2 and counts.calls == 2
+    assert "calls" in str(jitted.specialisation(x).fallbacks[0])
     counts.scale = 3
-    assert jitted(x)[0] == 3
+    assert jitted(x)[0] == 3 and counts.calls == 3
