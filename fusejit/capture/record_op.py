@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .members import one_by_one
+from .foreach_members import one_by_one
 from .state.profile_hook import unobserved
 
 Tensor = torch.Tensor

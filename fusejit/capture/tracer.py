@@ -40,7 +40,6 @@ from .effect_ops import ASSERTS, as_check
 from .effect_ops import OPS as ORDERED
 from .functorch import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
 from .outputs import Constant, check_unchanged, sort_outputs
-from .recipes import RECIPES, Call, Recipes, Shared, Unrepeatable, marked
 from .record_op import recording, taken_apart
 from .refused import DATA, DATA_DEPENDENT, REFUSED, WAY_OUT, T, explain_error
 from .scalar_index import GET, SET, Picked
@@ -51,6 +50,7 @@ from .source_lines import frame_entry, frame_line, shorten, user_frame
 from .state.iterators import DRAWN
 from .state.profile_hook import unobserved
 from .state.reads import Effect
+from .state.recipes import RECIPES, Call, Recipes, Shared, Unrepeatable, marked
 from .state.recorder import Recorder
 from .state.shared_containers import check_identities
 from .state.writes import Change, Store, moving, repeat, restore, shared, stores
@@ -453,13 +453,9 @@ def trace_once(
         and error not in seen
     ):
         error = seen[0]  # which the function itself caught: what it did then is not what it does in eager
-<<<<<<< ours
-    lost, drawn = restore(watcher, () if error is not None else captured.stores), watcher.streams.settle()
-=======
     moved = moving(watcher, captured.stores) if error is None else []
     restore(watcher)
-    drawn = watcher.streams.restore()
->>>>>>> theirs
+    drawn = watcher.streams.settle()
     if error is not None:
         made = explain_error(error)
         if made is not error:
@@ -469,16 +465,7 @@ def trace_once(
         raise made
     if drawn:
         raise Unsupported(*DRAWN, in_python=False)
-<<<<<<< ours
-    captured.effects = [*(change.effect for change in lost), *watcher.messages.values()]
-    captured.carried = carried(watcher, lost)
-=======
-    if not torch.equal(seeded, torch.get_rng_state()):  # fake tensors draw nothing, so the body has set it
-        torch.set_rng_state(seeded)
-        reason = "it would take effect at capture only; call it outside"
-        raise Unsupported("torch.manual_seed inside a jitted function", reason, in_python=False)
     captured.effects, captured.moving = [*watcher.messages.values()], moved
->>>>>>> theirs
     return captured
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..capture import tracer
-from ..capture.reach import ATOMS, CHANGING, attributes, cells_of, flat, parts, put_back, same, state
+from ..capture.state.reach import ATOMS, CHANGING, attributes, cells_of, flat, parts, put_back, same, state
 from ..errors import Unsupported
 from .convert import Site
 

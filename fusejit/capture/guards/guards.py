@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from .. import pytree as tree
-from ..recipes import Place
 from ..state.reads import CONTAINERS, DEPTH, Contents, Read, contents
+from ..state.recipes import Place
 from ..tracer import Captured
 
 Tensor = torch.Tensor

@@ -90,14 +90,9 @@ def item_line(codes: Iterable[types.CodeType], key: str) -> str:
     found: list[str] = []
     for code in codes:
         if kind(code.co_filename) != "torch":
-            steps = [
-                step
-                for step in dis.get_instructions(code)
-                if step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") and step.positions
-            ]
-            found += [
-                shorten(stack_entry(code.co_filename, step.positions.lineno or 0, code.co_name)) for step in steps
-            ]  # type: ignore
+            steps = (s for s in dis.get_instructions(code) if s.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"))
+            numbers = [step.positions.lineno or 0 for step in steps if step.positions]
+            found += [shorten(stack_entry(code.co_filename, number, code.co_name)) for number in numbers]
     return next((line for line in found if key in line), found[0] if found else "")
 
 

@@ -31,40 +31,27 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-<<<<<<< ours
-from ..checkpoints import REENTRANT, Checkpoints, in_place
-=======
-from ..backwards import APPLY, refuse_applies, see_apply
-from ..before import Before
-from ..blind import attribute_use, is_addition, variable_uses
-from ..reach import CHANGING
->>>>>>> theirs
+from ..checkpoints import Checkpoints
 from ..source_lines import frame_line, kind, user_frame
+from .backwards import APPLY, refuse_applies, see_apply
+from .before import Before
+from .blind import attribute_use, is_addition, variable_uses
 from .environment import on_builtin_call, refuse_marks, seer
 from .global_names import (
     STATE,
-<<<<<<< ours
-=======
     TABLES,
->>>>>>> theirs
     class_table,
     followable,
     full,
     global_names,
     holder_of,
-<<<<<<< ours
     innermost,
     torch_state,
     users_class,
 )
 from .iterators import Streams, is_stand_in
-=======
-    torch_state,
-    users_class,
-)
-from .iterators import Streams
->>>>>>> theirs
 from .profile_hook import Hook
+from .reach import CHANGING
 from .reads import CONTAINERS, DEPTH, MISSING, WIDTH, Effect, Read, freeze, tensors_within
 
 HOOKS = {
@@ -100,15 +87,9 @@ class Recorder(Before):
         self.codes: dict[types.CodeType, Callable | None] = {}  # that have run, each with what sees every call of it
         self.watched: dict[int, Any] = {}
         self.streams = Streams()
-<<<<<<< ours
         self.around: tuple[Any, ...] = (self.streams, Checkpoints())
-        self.snapshots: list[tuple[Any, Any, str]] = []
-        self.before: dict[int, Any] = {}
-=======
-        self.blind: dict[
-            tuple[int, str, str], tuple[Read, set[str]]
-        ] = {}  # by key of `reads`: values that are only added to, and how
->>>>>>> theirs
+        # by key of `reads`: values that are only added to, and how
+        self.blind: dict[tuple[int, str, str], tuple[Read, set[str]]] = {}
         self.functions: set[int] = set()  # tables of their attributes
         self.marked: list[torch.Tensor] = []  # arguments on which the user's code keeps something
         self.lines: dict[int, str] = {}  # by id of a container: where the body changed it
@@ -198,21 +179,6 @@ class Recorder(Before):
         self.replace(cls, "__setattr__", setattribute)
         return True
 
-<<<<<<< ours
-    def patch_apply(self) -> None:
-        """Refuse `autograd.Function`s whose own backward the graph would lose."""
-        recorder = self
-
-        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-            if cls is REENTRANT and threading.get_ident() == recorder.owner:
-                return in_place(*args, **kwargs)
-            refuse_backward(cls, (*args, *kwargs.values()) if threading.get_ident() == recorder.owner else ())
-            return APPLY(cls, *args, **kwargs)
-
-        self.replace(torch.autograd.Function, "apply", classmethod(apply))
-
-=======
->>>>>>> theirs
     def on_call(self, frame: types.FrameType, event: str, arg: Any) -> None:
         """Profile hook: look at the globals of each user function as it starts; refuse calls that a graph cannot
         repeat.
@@ -265,8 +231,8 @@ class Recorder(Before):
         self.watch(value)
 
     def note_blind(self, how: str, table: Any, name: str, value: Any, uses: Iterable[str], owner: str = "") -> bool:
-        """Record a value that is only added to (see capture/blind.py): no guard compares what it holds; False where one
-        does already.
+        """Record a value that is only added to (see blind.py): no guard compares what it holds; False where one does
+        already.
         """
         key = (id(table), how, name)
         if key in self.reads:

@@ -9,7 +9,7 @@ everything back.
         'Net.losses was changed at model.py:10: self.losses.append(loss)']
 
 What a call leaves behind follows from what guards compare: a container that it changes is compared as a whole, and
-found again by the read that led to it. Where it is only added to (capture/blind.py), a call adds to whatever is there.
+found again by the read that led to it. Where it is only added to (blind.py), a call adds to whatever is there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from ...errors import Unsupported
-from ..blind import ADDED
 from ..outputs import Constant
-from ..reach import put_back
-from ..recipes import Call, Element, Place, Recipes, Unrepeatable, containers_in
+from .blind import ADDED
 from .global_names import class_table, full, item_line
+from .reach import put_back
 from .reads import CONTAINERS, DEPTH, MISSING, Contents, Effect, Read, base_of, contents, copied, refill, same_items
+from .recipes import Call, Element, Place, Recipes, Unrepeatable, containers_in
 
 Tensor = torch.Tensor
 REPEAT = "a graph does not do that again at each call"

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..errors import Unsupported
-from .source_lines import frame_line, user_frame
+from ...errors import Unsupported
+from ..checkpoints import REENTRANT, in_place
+from ..source_lines import frame_line, user_frame
 
 APPLY: Any = torch.autograd.Function.__dict__["apply"].__func__
 
@@ -22,6 +23,8 @@ def refuse_applies(recorder: Any) -> None:
     """Look at each call of `apply` while the capture lasts."""
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is REENTRANT and threading.get_ident() == recorder.owner:
+            return in_place(*args, **kwargs)
         refuse_backward(cls, (*args, *kwargs.values()) if threading.get_ident() == recorder.owner else ())
         return APPLY(cls, *args, **kwargs)
 

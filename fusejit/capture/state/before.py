@@ -12,9 +12,9 @@ from __future__ import annotations
 import types
 from typing import Any
 
+from .global_names import full, users_class
 from .reach import CHANGING, held_in, is_object, reached, slots_of
-from .state.global_names import full, users_class
-from .state.reads import MISSING, copied
+from .reads import MISSING, copied
 
 
 class Before:

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from .source_lines import kind
-from .state.global_names import full, users_class
-from .state.iterators import is_iterator
-from .state.reads import CONTAINERS, MISSING, Contents, contents, copied, refill
+from ..source_lines import kind
+from .global_names import full, users_class
+from .iterators import is_iterator
+from .reads import CONTAINERS, MISSING, Contents, contents, copied, refill
 
 CHANGING = (list, dict, set, deque)
 FUNCTIONS = (

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from .outputs import OUTPUT_VALUES, Constant
+from ..outputs import OUTPUT_VALUES, Constant
+from .global_names import users_class
 from .reach import CHANGING, slots_of
-from .state.global_names import users_class
-from .state.reads import CONTAINERS, DEPTH, Read
+from .reads import CONTAINERS, DEPTH, Read
 
 Tensor = torch.Tensor
 SEQUENCES = (list, tuple, set, frozenset)
