@@ -116,7 +116,7 @@ def one_program(
     graph = clock("simplify", simplify(module))
     summed = clock("sums", sums(graph, options.numerics, device.arch))
     note("simplified", graph)
-    lowered = clock("lower", lower(graph, inputs, RULES))
+    lowered = clock("lower", lower(graph, inputs, RULES, options.numerics))
     note("clusters", lowered)
     fused, unfused = clock("fuse", fuse(lowered, options.jit_level != "O1", device))
     rewritten: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ INSIDE = {
     "row_column "
     "fuse horizontal horizontal_reduction",
     "codegen/emit": "kernel philox_tiles memory_plan tape peeled_tape pipelining writer foreach program",
-    "capture": "mutable source_lines pytree outputs memory_pattern checkpoints state/ shapes/ scalar_tensors "
+    "capture": "mutable source_lines pytree outputs memory_pattern fake_mode checkpoints state/ shapes/ scalar_tensors "
     "effect_ops scalar_index functorch foreach_members record_op sort_graph arguments refused tracer guards/ regions/ "
     "compare_traces freeze dynamo",
     "capture/state": "global_names profile_hook iterators reads reach before blind backwards environment recipes "
@@ -44,8 +44,7 @@ INSIDE = {
     "outline exclude convert "
     "arm_effects operators converted_call capture_ast",
     "runtime": "kernels/ torch_private aten_bindings eager compile_workers static_launcher launch launch_dynamic "
-    "autotune fast_path "
-    "unguarded prefer_eager",
+    "cudagraph autotune fast_path unguarded prefer_eager",
     "runtime/kernels": "interpreter math device",
     "autodiff": "partition autograd_function built output_views torch_wrappers joint region_ops compose_regions "
     "chunked/",
@@ -65,11 +64,11 @@ LARGE = {
     "capture/state/recorder:Recorder": 477,
     "capture/tracer:call": 55,
     "capture/tracer:run_body": 70,
-    "codegen/emit/tape:Tape": 450,
+    "codegen/emit/tape:Tape": 452,
     "codegen/emit/writer:Writer": 406,
     "codegen/passes/fuse:_Fusing": 400,
     "compile:one_program": 51,
-    "codegen/passes/lower:GraphLowering": 269,
+    "codegen/passes/lower:GraphLowering": 284,
     "frontend/branch_nodes:Loop": 258,
     "frontend/branch_nodes:trace": 59,
     "specialise/build:build_programs": 51,

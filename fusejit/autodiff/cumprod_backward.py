@@ -34,7 +34,7 @@ def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     if dtype is not None:
         x = x.to(dtype)
     if not (x.requires_grad and torch.is_grad_enabled() and x.dim() and x.is_floating_point()):
-        return CUMPROD(x, dim)
+        return CUMPROD(x, dim, dtype=dtype)  # without one, integers would widen again
     return Cumprod.apply(x, dim)  # type: ignore[no-untyped-call,no-any-return]
 
 

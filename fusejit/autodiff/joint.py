@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from ..capture.fake_mode import new_fake_mode
 from ..capture.source_lines import user_line
 from ..capture.tracer import LOCK, NO_FORMULA
+from ..codegen.graph.decisions import mark_compared
 from ..codegen.ir.effects import kept
 from ..codegen.ops.random import share_seeds
+from ..codegen.ops.rules import RULES
 from ..errors import Unsupported
 from .autograd_function import Differentiable
 from .built import Built, Compiler, flat_graph, outside_autocast, placeholder_values
@@ -35,6 +38,7 @@ from .partition import partition
 from .torch_wrappers import why_wrapped, wrapped
 
 Tensor = torch.Tensor
+aten = torch.ops.aten
 
 
 # Constants.
@@ -78,10 +82,10 @@ def lift_constants(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, 
 
 def fake_inputs(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Fake twins of tensors, in one mode, with what they share; fake ones and sizes are kept."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor
 
     modes = {value.fake_mode for value in inputs if isinstance(value, FakeTensor)}
-    mode = modes.pop() if modes else FakeTensorMode()
+    mode = modes.pop() if modes else new_fake_mode()
     with torch.inference_mode(False):
         return [
             value
@@ -142,7 +146,9 @@ def trace_joint(
         joint = aot_export_joint_with_descriptors(
             stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
         )
+    lay_out_results(joint, core)
     share_seeds(joint._aot_graph_capture.graph_module.graph)
+    mark_compared(joint._aot_graph_capture.graph_module.graph, RULES)
     if change is not None:
         change(joint._aot_graph_capture.graph_module)
     return joint, given
@@ -166,6 +172,42 @@ def refuse_formless(graph: torch.fx.Graph) -> None:
 
 def floating(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
+
+
+def lay_out_results(joint: Any, core: torch.fx.GraphModule) -> None:
+    """Give results the strides that they have in the captured graph, which are eager's, whatever decompositions made of
+    them.
+    """
+    metadata, graph = joint._aot_state.fw_metadata, joint._aot_graph_capture.graph_module.graph
+    output, results = graph.output_node(), cast(Sequence[Any], core.graph.output_node().args[0])
+    values, first = list(output.args[0]), metadata.num_mutated_inp_runtime_indices + len(metadata.tokens)
+    for number, (node, info) in enumerate(zip(results, metadata.output_info), first):
+        wanted = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+        value = values[number].meta.get("val") if isinstance(values[number], torch.fx.Node) else None
+        if not (isinstance(wanted, Tensor) and isinstance(value, Tensor)) or info.output_type.name not in (
+            "non_alias",
+            "unsafe_view_alias",
+        ):
+            continue
+        if (
+            wanted.layout is not torch.strided
+            or wanted.shape != value.shape
+            or same_sizes(wanted.stride(), value.stride())
+        ):
+            continue
+        with graph.inserting_before(output):
+            laid = graph.call_function(aten.clone.default, (values[number],))
+        with cast(Any, value).fake_mode:
+            fake = torch.empty_strided(value.shape, wanted.stride(), dtype=value.dtype, device=value.device)
+        laid.meta = values[number].meta | {"val": fake}
+        values[number] = laid
+    output.args = (type(output.args[0])(values),)
+
+
+def same_sizes(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether sizes or strides are the same for all values of their symbols; asks no guard."""
+    expression = lambda n: n.node.expr if isinstance(n, torch.SymInt) else n  # noqa: E731
+    return [expression(n) for n in one] == [expression(n) for n in other]
 
 
 @contextlib.contextmanager

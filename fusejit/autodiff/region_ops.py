@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..capture.fake_mode import new_fake_mode
 from ..capture.regions.extract import Region, Spec, autocast_state, put_back
 from ..capture.shapes.region_sizes import numbers, size_node, told
 from ..codegen.ir.graph import dense
@@ -267,9 +268,7 @@ def mode_of(region: Region) -> Any:
 
 def stand_ins(specs: Sequence[Spec], mode: Any = None) -> list[Tensor]:
     """Fake inputs of a region: its own layouts, made dense where they overlap or leave holes."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with mode or FakeTensorMode():
+    with mode or new_fake_mode():
         return [
             torch.empty_strided(shape, laid(shape, stride), dtype=dtype, device=device).requires_grad_(grad)
             for dtype, shape, stride, device, grad in specs

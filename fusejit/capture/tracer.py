@@ -38,6 +38,7 @@ from . import pytree
 from .arguments import check_arguments, refuse_tensor
 from .effect_ops import ASSERTS, as_check
 from .effect_ops import OPS as ORDERED
+from .fake_mode import new_fake_mode
 from .functorch import MAKES_CONSTANT, follow_levels, is_level_change, of_transform, outside_levels, transforming
 from .outputs import Constant, check_unchanged, sort_outputs
 from .record_op import recording, taken_apart
@@ -480,12 +481,12 @@ def run_body(
 ) -> Captured:
     """The trace itself: fake inputs, make_fx, and the graph put in order."""
     import torch.fx.traceback as fx_traceback
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
     modes = [leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)]
-    fake_mode = modes[0] if modes else symbols.mode if symbols is not None else FakeTensorMode()
+    fake_mode = modes[0] if modes else symbols.mode if symbols is not None else new_fake_mode()
     tracing = LOCAL.tracing = Tracing(fake_mode, symbols)
     watcher.twins, watcher.marked = tracing.twins, [leaf for leaf in leaves if isinstance(leaf, Tensor) and vars(leaf)]
     blocks, positions = regions and regions(tracing, watcher), tracing.take(leaves)

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from tests.test_aliasing import storages
 from torch import nn
 
 import fusejit
-from tests.test_aliasing import storages
 
 Tensor = torch.Tensor
 

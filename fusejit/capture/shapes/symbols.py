@@ -29,6 +29,7 @@ import torch
 
 from ...codegen.ir.size import LARGEST, spell
 from ...errors import Unsupported
+from ..fake_mode import new_fake_mode
 from ..source_lines import frame_entry, shorten, user_frame
 
 Tensor = torch.Tensor
@@ -87,13 +88,12 @@ class Symbols:
         apart: frozenset[Axis] = frozenset(),
         scalars: Mapping[int, bool] = MappingProxyType({}),
     ) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.env.guards = self.guarded = Noting()
         self.env._generate_unique_id = lambda name: int(name.lstrip("szf"))  # type: ignore[method-assign,assignment]  # torch's s0 is ours, where it is asked
-        self.mode = FakeTensorMode(shape_env=self.env, static_shapes=True)
+        self.mode = new_fake_mode(shape_env=self.env, static_shapes=True)
         self.ints: dict[str, Any] = {}
         self.axes: dict[str, list[Axis]] = {}
         self.known: dict[str, str] = {}  # torch's name of a symbol to ours

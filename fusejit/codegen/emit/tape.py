@@ -184,7 +184,9 @@ class Tape:
         text = row.text(
             *(self.text(a, literal=plain and a.dtype is not torch.float64) for a in node.args), exact=self.writer.exact
         )
-        rounds = STORAGE[node.dtype].round if self.writer.exact and node.dtype in STORAGE else ""
+        rounds = (
+            STORAGE[node.dtype].round if (self.writer.exact or node.op == "rounded") and node.dtype in STORAGE else ""
+        )
         return rounds.format(text) if rounds else text
 
     def _is_index(self, node: Expr) -> bool:

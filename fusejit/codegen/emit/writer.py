@@ -115,11 +115,8 @@ def _template(name: str) -> Any:
 
 
 def _kernel_name(order: tuple[Expr, ...], tiles: Schedule) -> str:
-    words = [
-        n.op
-        for n in order
-        if isinstance(n, (Compute, Reduce, Scan, Segment)) and not n.op.startswith(("cast", "checked_", *INDEX_OPS))
-    ]
+    silent = ("cast", "rounded", "checked_", *INDEX_OPS)
+    words = [n.op for n in order if isinstance(n, (Compute, Reduce, Scan, Segment)) and not n.op.startswith(silent)]
     short = {
         "reduction_persistent": "row",
         "reduction_mixed": "both",
@@ -140,7 +137,7 @@ def _rounded(cluster: Cluster) -> dict[Expr, Expr]:
     read = {c for n in cluster.order for c in children(n)} | {e for s in cluster.stores for e, _ in s.index}
     read |= {s.value for s in cluster.stores if s.mode or s.value.dtype is not s.dtype}
     stored = [s.value for s in cluster.stores if STORAGE[s.dtype].round and s.value not in read]
-    casts = {n: n.args[0] for n in stored if isinstance(n, Compute) and n.op == "cast"}
+    casts = {n: n.args[0] for n in stored if isinstance(n, Compute) and n.op in ("cast", "rounded")}
     return {
         value: source
         for value, source in casts.items()

@@ -192,3 +192,15 @@ class Foreach:
         )
         head = f"foreach of {len(self.members)}\n{self.rows[0].body(max(r.size for r in self.rows))}"
         return "\n".join([head, *rows])
+
+
+def apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether every element of what torch laid out has its own place, even if some are left over; of symbols, for the
+    sizes at hand.
+    """
+    reach = 1
+    for stride, n in sorted((hint(s), hint(n)) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride < reach:
+            return False
+        reach = stride * n
+    return 0 not in shape

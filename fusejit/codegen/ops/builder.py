@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,11 +19,11 @@ from torch.fx import Node
 
 from ..ir.cluster import Cluster, Store
 from ..ir.expr import Expr, Load, cast, load, view
-from ..ir.graph import Buffer, Extern, Ref, as_ref, dense, row_major
+from ..ir.graph import Buffer, Extern, Ref, apart, as_ref, dense, row_major
 from ..ir.layout import expand
 from ..ir.size import product
 from .decompositions import short
-from .views import VIEWS
+from .views import VIEWS, is_alias
 
 Value: TypeAlias = Any  # Expr | tuple[Value, ...] | None
 Rule: TypeAlias = "Callable[[Lowering, Node], Value]"
@@ -31,22 +32,26 @@ Rule: TypeAlias = "Callable[[Lowering, Node], Value]"
 class Lowering:
     """The state of one walk over a graph: rules read operands and make buffers by it."""
 
-    def __init__(self, inputs: Sequence[Any], rules: dict[str, Rule]) -> None:
-        self.rules, self.given = rules, inputs
+    def __init__(self, inputs: Sequence[Any], rules: dict[str, Rule], numerics: str = "fast") -> None:
+        self.rules, self.given, self.numerics = rules, inputs, numerics
         self.values: dict[Node, Value] = {}
         self.buffers: dict[str, Buffer] = {}
         self.steps: list[Cluster | Extern] = []
         self.reasons: dict[str, str] = {}
         self.owned: set[Node] = set()
+        self.results: frozenset[Node] = frozenset()
         self.seeds: str | None = None
 
     # -- buffers -------------------------------------------------------------------------------------------------------
     def buffer(
         self, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device, **more: Any
     ) -> Buffer:
-        """Make a buffer; strides that overlap or leave holes are replaced by contiguous ones."""
+        """Make a buffer; strides that overlap or leave holes are replaced by contiguous ones, but for a result, which
+        has eager's.
+        """
         shape = tuple(shape)
-        if strides is None or not dense(shape, strides):
+        keeps = apart if more.pop("result", False) else dense
+        if strides is None or not keeps(shape, strides):
             strides = row_major(shape)
         made = Buffer(more.pop("name", f"b{len(self.buffers)}"), shape, tuple(strides), dtype, device, **more)
         self.buffers[made.name] = made
@@ -57,7 +62,8 @@ class Lowering:
 
     def store(self, expr: Expr, like: torch.Tensor, node: Node, reason: str, written_to: str = "") -> Expr:
         """Give a value a buffer with the shape and strides of `like`."""
-        buffer = self.buffer(like.shape, like.stride(), like.dtype, like.device, written_to=written_to)
+        result = node in self.results and not is_alias(node)
+        buffer = self.buffer(like.shape, like.stride(), like.dtype, like.device, written_to=written_to, result=result)
         self.reasons[buffer.name] = reason
         if product(buffer.shape):
             value = Store(buffer.name, buffer.layout, cast(expr, like.dtype), like.dtype)
@@ -97,6 +103,11 @@ class Lowering:
             value = self.values[node] = self.store(value, fake, node, "an operand that no view of a buffer gives")
             found = as_ref(value, self.buffers)
             assert found is not None
+        if node in self.results and found.shape is not None and tuple(fake.shape) == found.shape:
+            strides = tuple(
+                s if n == 1 else own for n, own, s in zip(found.shape, found.strides, fake.stride(), strict=True)
+            )
+            found = replace(found, strides=strides)
         return found
 
 

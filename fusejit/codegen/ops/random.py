@@ -29,6 +29,9 @@ KINDS = {"rand": torch.float32, "randn": torch.float32, "random_bits": torch.int
 """What a draw is: uniform in [0, 1), normal, or 32 random bits; and its dtype."""
 DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24}
 """Random bits of a uniform number in each dtype, as in eager: rounding 24 of them to a half type could give 1."""
+FEW = (
+    2**28
+)  # of more integers than that, 32 bits would draw some markedly more often than others: eager takes 64 then, too
 LEAST = 2.0**-25  # an exponential number is never 0
 
 LIBRARY = torch.library.Library("fusejit", "FRAGMENT")
@@ -119,10 +122,25 @@ def _normal(x: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
 
 
 def _integers(low: int, high: int, size: Sequence[int], options: dict[str, Any], device: Any) -> Any:
-    if not 0 < high - low <= 2**32 or options.get("layout") not in (None, torch.strided) or options.get("pin_memory"):
+    if not 0 < high - low < 2**64 or options.get("layout") not in (None, torch.strided) or options.get("pin_memory"):
         return NotImplemented
-    value = torch.remainder(DRAW("random_bits", size, torch.device(device or "cpu")), high - low)
+    device = torch.device(device or "cpu")
+    if high - low < FEW:
+        value = torch.remainder(DRAW("random_bits", size, device), high - low)
+    else:
+        value = _remainder(DRAW("random_bits", size, device), DRAW("random_bits", size, device), high - low)
     return (value + low).to(options.get("dtype") or torch.int64)
+
+
+def _remainder(upper: Tensor, lower: Tensor, count: int) -> Tensor:
+    """(upper * 2**32 + lower) % count of two draws of 32 bits: an int64 that wraps where it is 2**63 or more."""
+    if count >= 2**63:
+        value = upper * 2**32 + lower
+        beyond = value + -(2**63) >= count - 2**63  # value >= count, if both are taken for unsigned
+        return torch.where(beyond, value + (2**64 - count), value)
+    half = torch.remainder(upper * 2**31 + torch.bitwise_right_shift(lower, 1), count)
+    twice = torch.where(half >= count - half, half - (count - half), half + half) + torch.bitwise_and(lower, 1)
+    return torch.where(twice >= count, twice - count, twice)
 
 
 def _randint_like(x: Tensor, low: int, high: int, *, memory_format: Any = None, **options: Any) -> Any:

@@ -367,6 +367,7 @@ _ROWS: list[Op] = [
         rule="cast",
         build=lambda dtype, x, *_, **__: cast(x, dtype),
     ),
+    _row("rounded", "{0}", "", "float"),  # to the dtype of the result, under every numerics: the renderer adds how
     _row("nan_to_num", "", "nan_to_num", "any", build=f.nan_to_num),
     # activations and their gradients
     _row("relu", "fj.relu({0})", "relu", "number"),

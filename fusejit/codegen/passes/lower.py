@@ -20,14 +20,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...errors import Unsupported
+from ..graph.decisions import compared, dtypes, exact
 from ..ir.cluster import Cluster, Store
 from ..ir.effects import effect, effect_of, in_turn
-from ..ir.expr import Load, cast, load, postorder, view
+from ..ir.expr import Const, Load, cast, compute, load, postorder, view
 from ..ir.graph import Buffer, Extern, Lowered, Ref, as_ref, refs
 from ..ir.layout import contiguous
 from ..ir.size import hint
 from ..ops.builder import CHECKS, REFUSALS, Lowering, Rule, Value, line_of
 from ..ops.decompositions import short
+from ..ops.formulas import HALF
 from ..ops.table import POINTWISE, RULES, STORAGE, lower_pointwise
 from ..ops.views import GIVES_SHAPE, VIEWS, is_alias
 from .realize import realize, worth_a_buffer
@@ -39,6 +41,8 @@ class GraphLowering(Lowering):
     def run(self, graph: Graph) -> Lowered:
         fused = {n for n in graph.nodes if n.op == "call_function" and self.fusable(n)}
         wanted = realize(graph, fused)
+        self.results = frozenset(graph.output_node().all_input_nodes)
+        rounded = compared(graph, fused.__contains__) if self.numerics == "fast" else set()
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         names = [self.placeholder(n, given) for n, given in zip(placeholders, self.given, strict=True)]
         outputs: tuple[Any, ...] = ()
@@ -51,10 +55,23 @@ class GraphLowering(Lowering):
                 changes.append(node)
             elif node.op == "call_function":
                 self.values[node] = self.lowered(node) if node in fused else self.extern(node)
+                if node in rounded:
+                    self.values[node] = self.rounded(node, rounded)
                 self.maybe_store(node, wanted.get(node, ""))
             elif node.op == "get_attr":
                 raise Unsupported(str(node.target), "a constant tensor inside the graph", line_of(node))
         return Lowered(self.buffers, tuple(names), tuple(self.steps), outputs, self.reasons)
+
+    def rounded(self, node: Node, others: set[Node]) -> Value:
+        """Return a value that is compared as its dtype holds it: rounded, unless it is one of what is rounded
+        already.
+        """
+        value = self.values[node]
+        if isinstance(value, (tuple, Load, Const)) or value is None or value.dtype not in HALF:
+            return value
+        operands = [n for n in node.all_input_nodes if not set(HALF).isdisjoint(dtypes(n))]
+        settled = all(n in others or isinstance(self.values[n], (Load, Const)) for n in operands)
+        return value if settled and exact(node) else compute("rounded", value, dtype=value.dtype)
 
     def write_back(self, changes: list[Node], results: list[Node]) -> None:
         """Change inputs in place, each after the last reader of its old value; what changes need of each other is
@@ -310,11 +327,11 @@ def _tensors(node: Node) -> list[torch.Tensor]:
     return [v for v in found if isinstance(v, torch.Tensor)]
 
 
-def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule]) -> Lowered:
+def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule], numerics: str = "fast") -> Lowered:
     """Return the clusters and extern calls of a functional graph; `inputs` give the real dtypes and strides of its
     placeholders.
     """
-    return GraphLowering(inputs, rules).run(module.graph)
+    return GraphLowering(inputs, rules, numerics).run(module.graph)
 
 
 BY_GRAD_MODE = {torch.ops.aten.mkldnn_rnn_layer.default: (3,)}

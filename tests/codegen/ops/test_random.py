@@ -84,6 +84,39 @@ def test_integers(fuse, device):
     assert float(tries.min()) == 1 and abs(float(tries.mean()) - 4) < 0.3
 
 
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (0, 3 * 2**30),
+        (-(2**31), 2**31),
+        (5, 2**28 + 5),
+        (-3 * 2**40, 2**41),
+        (0, 2**63 - 1),
+        (-(2**62), 2**61),
+        (-(2**63), 2**63 - 1),
+    ],
+)
+def test_integers_of_a_wide_range(low, high, fuse, device):
+    """As even as eager's, of 64 bits where 32 would draw a third of the range twice as often; remainders of 2**64 show
+    in both.
+    """
+    fused = fuse(lambda x: torch.randint(low, high, x.shape, device=x.device), fullgraph=True)
+    x = torch.zeros(100, 500, device=device)
+    drawn, count = fused(x), high - low
+    assert fused.program(x).launches == 1 and len(fused.program(x).externs) == 1  # the seed
+    assert (
+        int(drawn.min()) >= low
+        and int(drawn.max()) < high
+        and len(drawn.unique()) > 49000
+        and len((drawn % 1024).unique()) == 1024
+    )
+    whole, rest = divmod(2**64, count)  # the first `rest` of them are drawn once more
+    cdf = lambda k: (whole * k + min(k, rest)) / 2**64  # noqa: E731
+    for part in (1 / 8, 1 / 3, 1 / 2, 3 / 4):
+        bound = int(count * part)
+        assert abs(float((drawn < low + bound).double().mean()) - cdf(bound)) < 4 * math.sqrt(0.25 / drawn.numel())
+
+
 def test_bernoulli(fuse, device):
     p = torch.rand(30, 300, device=device)
     p[:, :3], p[:, 3:6] = 0, 1
