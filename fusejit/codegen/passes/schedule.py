@@ -17,7 +17,7 @@ from ...templates.reduction_looped import tile_looped
 from ...templates.reduction_persistent import tile_persistent
 from ...templates.table import TEMPLATES
 from ..ir.analysis import MAX_ROW, column_reduction, footprint, scans, spanned
-from ..ir.cluster import Cluster
+from ..ir.cluster import Cluster, analysis
 from ..ir.concretize import hinted
 from ..ir.expr import Iota, Load, Segment
 from ..ir.layout import permute
@@ -37,7 +37,12 @@ MANY_ROWS = (
 
 def schedule(cluster: Cluster, device: Device | None = None) -> tuple[Cluster, Schedule]:
     """Return the cluster ready to render, and of the first template that applies the tiles that cost least."""
-    device = device or machine()
+    return scheduled(cluster, device or machine())
+
+
+@analysis
+def scheduled(cluster: Cluster, device: Device) -> tuple[Cluster, Schedule]:
+    """As `schedule`, for a device."""
     ordered = order(
         cluster.coalesced
     ).coalesced  # joined first: axes that are one in memory are not torn apart for a small operand
@@ -95,6 +100,7 @@ def tall(model: Cluster, by: int) -> Cluster:
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------
+@analysis
 def order(cluster: Cluster) -> Cluster:
     """Sort the axes so that the innermost is the one along which the most bytes are neighbours."""
     model = hinted(cluster)
