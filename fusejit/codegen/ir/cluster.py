@@ -184,6 +184,15 @@ class Cluster:
     def writes(self) -> dict[str, Store]:
         return {s.buffer: s for s in self.stores}
 
+    def runs_along(self, store: Store) -> bool:
+        """Whether a store has a value for each element of the row; the others have one for a whole reduction."""
+        return any((store.layout.strides or ())[len(self.parallel) :]) or self.full[store.value]
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a result is written where data says, or added to what is there."""
+        return any(s.index or s.mode for s in self.stores)
+
     @cached_property
     def facts(self) -> dict[Any, Any]:
         """What analyses found out about the cluster."""

@@ -27,14 +27,14 @@ from ..ir.concretize import hinted, symbolic
 from ..ir.expr import Reduce
 from ..ir.graph import Buffer, Refused
 from ..ir.signature import pattern
-from ..ir.size import hint, most, product
+from ..ir.size import hint, product
 from ..schedule.device import Device
 from .align import ORDERS, align, join
 from .block_reduction import check_segments, in_segments
 from .nested_reduction import joined, nest
 from .profitable import worth_it
 from .realize import MAX_WEIGHT, weight
-from .rfactor import by_rows, fits_rows
+from .rfactor import by_rows, check_partial, fits_rows
 from .row_column import in_shares, is_of_rows, mix
 from .schedule import taller
 from .step_graph import BETWEEN, StepGraph
@@ -284,20 +284,8 @@ def merge_everything(fusion: Fusion, members: Members) -> Merged:
     merged = join(one, two)
     check_kernel(merged, buffers)
     worth_it(hinted(one), hinted(two), hinted(merged), fusion.device)
-    check_partial(graph, members, buffers)
+    check_partial(graph.buffers, buffers, graph.saved_either_way(*members))
     return Merged(graph.without_dead(merged, members), tail, buffers)
-
-
-def check_partial(graph: StepGraph, members: Members, buffers: dict[str, Buffer], by: int = 1) -> None:
-    """Refuse partial results that cost more than they save, of `by` times as many rows as there are in this call.
-
-    Raises:
-        Refused: with the bytes of both.
-    """
-    size = sum(b.bytes for name, b in buffers.items() if name not in graph.buffers)
-    partial, shared = most(size) if by > 1 else hint(size), by * graph.saved_either_way(*members)
-    if 2 * partial >= shared:
-        raise Refused(f"partial results of {partial} bytes cost more than reading {shared} bytes again")
 
 
 # -- rows and columns --------------------------------------------------------------------------------------------------
@@ -334,7 +322,8 @@ def merge_row_and_column(fusion: Fusion, members: Members) -> Merged:
     buffers = dict(graph.buffers)
     merged, tail = mix(row, column, column_first, buffers, fusion.device)
     check_kernel(merged, buffers)
-    check_partial(graph, members, buffers, taller(product(row.parallel), fusion.device))
+    by = taller(product(row.parallel), fusion.device)
+    check_partial(graph.buffers, buffers, graph.saved_either_way(*members), by)
     return Merged(graph.without_dead(merged, members), tail, buffers)
 
 

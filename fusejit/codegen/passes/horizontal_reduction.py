@@ -25,7 +25,7 @@ from ..ir.signature import Pattern, line, pattern, places
 from ..ir.size import product
 from ..schedule.device import Device, machine
 from .horizontal import Grouping, Row
-from .rfactor import padded
+from .rfactor import padded, reductions
 from .step_graph import Step, StepGraph
 
 BLOCK = 4096  # elements of one iteration
@@ -56,7 +56,7 @@ class _Reductions(Grouping):
             _straight(replace(m, stores=tuple(sorted(m.stores, key=lambda s: known[s.buffer][1])))) for m in members
         ]
         pieces = [-(-row.size // chunk) for row in rows]
-        partial = [self.partial(node, sum(pieces), members[0]) for node in _reduces(flat[0])]
+        partial = [self.partial(node, sum(pieces), members[0]) for node in reductions(flat[0])]
         known |= places({b.name: b for b in partial})
         raw = [_raw(member, partial) for member in flat]
         firsts = [sum(pieces[:i]) for i in range(len(pieces))]
@@ -77,10 +77,6 @@ class _Reductions(Grouping):
         return buffer
 
 
-def _reduces(cluster: Cluster) -> list[Reduce]:
-    return [node for node in cluster.order if isinstance(node, Reduce)]
-
-
 def _row(row: Pattern | None) -> Pattern:
     assert row is not None, "pieces of a line are a line"
     return row
@@ -97,7 +93,9 @@ def _raw(flat: Cluster, partial: list[Buffer]) -> Cluster:
     """Return a reduction that keeps its results as they are; a program writes them behind those of the programs before
     it.
     """
-    stores = (Store(b.name, strided(flat.axes, (0,)), n, n.dtype) for n, b in zip(_reduces(flat), partial, strict=True))
+    stores = (
+        Store(b.name, strided(flat.axes, (0,)), n, n.dtype) for n, b in zip(reductions(flat), partial, strict=True)
+    )
     return replace(flat, stores=tuple(stores))
 
 
@@ -113,7 +111,7 @@ def _combined(flat: Cluster, partial: list[Buffer], first: int, count: int) -> C
     """Return the combination of a tensor's partial results, and what follows it."""
     values: dict[Expr, Expr] = {
         n: reduction(n.op, load(b.name, strided((count,), (1,), first), n.dtype), dtype=n.dtype)
-        for n, b in zip(_reduces(flat), partial, strict=True)
+        for n, b in zip(reductions(flat), partial, strict=True)
     }
     names = {b.name for b in partial}
 

@@ -22,7 +22,7 @@ from ..ir.concretize import hinted
 from ..ir.expr import Iota, Load, Segment
 from ..ir.layout import permute
 from ..ir.size import AnySize, hint, most, product
-from ..schedule.choice import Schedule
+from ..schedule.choice import Choice, Schedule
 from ..schedule.cost_model import choose
 from ..schedule.device import Device, machine
 
@@ -51,6 +51,18 @@ def scheduled(cluster: Cluster, device: Device) -> tuple[Cluster, Schedule]:
     if model is not ordered:
         return ordered, varying(ordered, model, template, device)
     return ordered, choose(ordered, template.tiles(ordered, device), device)
+
+
+def microseconds(cluster: Cluster, device: Device) -> float:
+    """Return what a cluster's kernel takes, by the cost model."""
+    return costs(cluster, device).costs[0].us
+
+
+def costs(cluster: Cluster, device: Device) -> Choice:
+    """Return how the tiles of a cluster were chosen, the cheapest first."""
+    choice = schedule(hinted(cluster), device)[1].choice
+    assert choice is not None
+    return choice
 
 
 def varying(cluster: Cluster, model: Cluster, template: Template, device: Device) -> Schedule:
