@@ -243,16 +243,16 @@ def in_pieces(
     even = pieces * length == product(cluster.reduce)
     wide = cluster.reshape(cluster.parallel, (pieces, length)) if even else padded(cluster, pieces, length)
     level = {n: wide.levels[n] for n in reductions(wide)}
-    found: dict[Expr, Shifted] = {}
+    about_shifts: dict[Expr, Shifted] = {}
     for n, at in level.items():
         kind = shifted(n) if at == 2 else None
         kind = linear(n, exact) if kind is None and at > 1 else kind
-        if kind is not None and all(level[base] == 1 or base in found for base in kind.bases):
-            found[n] = kind
-    taken = [n for n, at in level.items() if at == 1 or n in found]
+        if kind is not None and all(level[base] == 1 or base in about_shifts for base in kind.bases):
+            about_shifts[n] = kind
+    taken = [n for n, at in level.items() if at == 1 or n in about_shifts]
     partial = _Partial(wide, pieces, buffers)
     values: dict[Expr, Expr] = {n: partial.whole(n) for n, at in level.items() if at == 1}
-    for node, kind in found.items():
+    for node, kind in about_shifts.items():
         values[node] = partial.shifted(kind, values, length)  # the shift of a linear sum holds sums of exponentials
     # whether a store runs along the row is asked of the cluster: a piece of several axes has no one stride there
     along = [cluster.runs_along(s) for s in cluster.stores]
@@ -316,20 +316,20 @@ class _Partial:
         self.rows = product(wide.parallel)
         self.device = next(buffers[s.buffer].device for s in wide.stores)
         self.stores: list[Store] = []
-        self.made: dict[Expr, Expr] = {}
+        self.loads: dict[Expr, Expr] = {}
 
     def stored(self, node: Expr) -> Expr:
         """Let the pieces store `node`, and return it as its readers load it."""
-        if node not in self.made:
+        if node not in self.loads:
             buffer = Buffer(f"b{len(self.buffers)}", (self.pieces, self.rows), (self.rows, 1), node.dtype, self.device)
             self.buffers[buffer.name] = buffer
             along = contiguous(self.wide.parallel).strides or ()
             at = strided(self.wide.axes, [*along, self.rows, *(0 for _ in self.wide.reduce[1:])])
             self.stores.append(Store(buffer.name, at, node, node.dtype))
-            self.made[node] = load(
+            self.loads[node] = load(
                 buffer.name, strided((*self.wide.parallel, self.pieces), [*along, self.rows]), node.dtype
             )
-        return self.made[node]
+        return self.loads[node]
 
     def whole(self, node: Expr) -> Expr:
         """Return a reduction of the row as one of its pieces' results."""
@@ -340,19 +340,22 @@ class _Partial:
         place = cast(self.stored(node), node.args[1].dtype)
         return reduction(node.op, self.stored(value), place, dtype=node.dtype)
 
-    def shifted(self, found: Shifted, values: dict[Expr, Expr], length: int) -> Expr:
+    def shifted(self, sum_about: Shifted, values: dict[Expr, Expr], length: int) -> Expr:
         """Return a sum about a shift as its pieces' sums about their own."""
-        dtype = found.node.dtype
-        shifts = tuple(substitute(list(found.shifts), values))
-        (own,) = substitute([own_shift(found, length)], self.made)
-        piece = self.stored(of_piece(found, length))
+        dtype = sum_about.node.dtype
+        shifts = tuple(substitute(list(sum_about.shifts), values))
+        (own,) = substitute([own_shift(sum_about, length)], self.loads)
+        piece = self.stored(of_piece(sum_about, length))
         count = const(float(length), dtype)
         more = None
-        if found.kind == "square":
-            more = count, self.stored(residual(found, length))
-        elif found.kind == "linear":
-            more = count, count if not found.weights and found.mask is None else self.stored(weighted_count(found))
-        return reduction("sum", corrected(found.kind, piece, own, shifts, more), dtype=dtype)
+        if sum_about.kind == "square":
+            more = count, self.stored(residual(sum_about, length))
+        elif sum_about.kind == "linear":
+            more = (
+                count,
+                count if not sum_about.weights and sum_about.mask is None else self.stored(weighted_count(sum_about)),
+            )
+        return reduction("sum", corrected(sum_about.kind, piece, own, shifts, more), dtype=dtype)
 
 
 def combined(wide: Cluster, values: dict[Expr, Expr], pieces: AnySize, lines: tuple[str, ...]) -> Cluster:

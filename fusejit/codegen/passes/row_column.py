@@ -98,7 +98,7 @@ def programs_for(mixed: Cluster, device: Device) -> AnySize:
     Each program writes, and the second kernel reads, one partial result of all columns: many programs keep the memory
     busy, few move less.
     Of a reduction of everything that is one value, and all of them are few.
-    Where the number of rows varies, what is found here is the most of them; of fewer rows each has a program of its
+    Where the number of rows varies, this is the most of them; of fewer rows each has a program of its
     own.
     """
     number, columns = product(mixed.parallel), product(mixed.reduce)
