@@ -29,7 +29,7 @@ INSIDE = {
     "templates": "base pointwise pointwise_2d pointwise_row reduction_persistent reduction_looped "
     "reduction_mixed table",
     "codegen/passes": "realize lower hazards align schedule online profitable block_reduction nested_reduction rfactor "
-    "row_column "
+    "row_column step_graph fusion_rules "
     "fuse horizontal horizontal_reduction",
     "codegen/emit": "kernel philox_tiles memory_plan tape peeled_tape pipelining writer foreach program",
     "capture": "mutable source_lines pytree outputs memory_pattern fake_mode checkpoints state/ shapes/ scalar_tensors "
@@ -66,7 +66,6 @@ LARGE = {
     "capture/tracer:run_body": 70,
     "codegen/emit/tape:Tape": 452,
     "codegen/emit/writer:Writer": 406,
-    "codegen/passes/fuse:_Fusing": 400,
     "compile:one_program": 51,
     "codegen/passes/lower:GraphLowering": 284,
     "frontend/branch_nodes:Loop": 258,

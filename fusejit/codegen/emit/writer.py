@@ -20,7 +20,7 @@ from ...templates.pointwise_2d import second_axis
 from ...templates.table import TEMPLATE
 from ..ir.analysis import along_row, power_of_two
 from ..ir.cluster import Cluster, Store
-from ..ir.concretize import hinted, hinted_buffers, narrow, symbolic
+from ..ir.concretize import hinted, hinted_buffers, hinted_most, narrow, symbolic
 from ..ir.expr import Compute, Expr, Iota, Load, Reduce, Scan, Segment, children
 from ..ir.graph import Buffer, Foreach
 from ..ir.layout import Layout, permute, reach
@@ -172,7 +172,7 @@ class Writer:
         self.cluster, self.tiles, self.buffers, self.pointers = cluster, tiles, buffers, names
         self.exact = numerics == "eager"
         self.split = len(cluster.parallel)
-        rows = hinted(cluster, most_programs=True) if tiles.peel else cluster
+        rows = hinted_most(cluster) if tiles.peel else cluster
         self.peel = peel(rows) if tiles.peel else None
         self.levels, self.full = cluster.levels, cluster.full
         self.kept: dict[Load, str] = {n: f"row{i}" for i, n in enumerate(kept(cluster))} if tiles.keep else {}

@@ -6,16 +6,16 @@ whether scans fit it.
     >>> column_reduction(cluster), columns_at_once(cluster)
     (True, 32)
 
-Pure functions of clusters: no device, no schedule, no op table.
+Pure functions of clusters, each asked once of a cluster (`analysis`): no device, no schedule, no op table.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Set
 from typing import Any
 
-from .cluster import Cluster, Store
+from .cluster import Cluster, Store, analysis
 from .expr import Expr, Iota, Load, Reduce, Scan, children, leaves, postorder
 from .layout import Layout, contiguous, strided
 from .size import product
@@ -25,7 +25,8 @@ SECTOR = 32  # bytes that memory hands out at once
 MAX_ROW = 32768  # elements of a tile that is kept in registers; more spill
 
 
-def row_operands(cluster: Cluster) -> set[Load]:
+@analysis
+def row_operands(cluster: Cluster) -> Set[Load]:
     """Return the loads of a pointwise cluster that have one value for all of the innermost axis, and several for the
     others.
     """
@@ -37,6 +38,7 @@ def row_operands(cluster: Cluster) -> set[Load]:
     )
 
 
+@analysis
 def traffic(cluster: Cluster) -> tuple[int, int]:
     """Return the bytes of one launch, each element of each operand once, and the bytes of its rows, which a looped
     kernel reads again.
@@ -56,8 +58,9 @@ def traffic(cluster: Cluster) -> tuple[int, int]:
     return rows + written, again
 
 
-def loads_of(cluster: Cluster) -> list[Load]:
-    return [n for n in cluster.order if isinstance(n, Load)]
+@analysis
+def loads_of(cluster: Cluster) -> tuple[Load, ...]:
+    return tuple(n for n in cluster.order if isinstance(n, Load))
 
 
 def span(layout: Layout, cluster: Cluster) -> int:
@@ -68,7 +71,8 @@ def widest(cluster: Cluster) -> int:
     return max((n.dtype.itemsize for n in loads_of(cluster)), default=4)
 
 
-def full(cluster: Cluster) -> set[Load]:
+@analysis
+def full(cluster: Cluster) -> Set[Load]:
     """Return the loads that run along a reduce axis, one per buffer and position."""
     split = len(cluster.parallel)
     return {n for n in cluster.order if isinstance(n, Load) and (n.index or any((n.layout.strides or ())[split:]))}
@@ -82,17 +86,19 @@ def fast_axis(strides: Any, axes: tuple[int, ...]) -> int | None:
     return next((a for a, s in enumerate(strides or ()) if s == 1 and axes[a] > 1), None)
 
 
-def operands(cluster: Cluster) -> Iterator[Load | Store]:
-    """What has an element for each of the whole space: what is read at no computed place, and what is written at
-    any.
+@analysis
+def operands(cluster: Cluster) -> tuple[Load | Store, ...]:
+    """Return what has an element for each of the whole space: what is read at no computed place, and what is written
+    at any.
     """
     axes = cluster.axes
-    found: list[Load | Store] = [*(n for n in cluster.order if isinstance(n, Load) and not n.index), *cluster.stores]
-    for operand in found:
-        if operand.layout.strides is not None and all(
-            along for n, along in zip(axes, spanned(operand), strict=True) if n > 1
-        ):
-            yield operand
+    candidates: list[Load | Store] = [*(n for n in loads_of(cluster) if not n.index), *cluster.stores]
+    return tuple(
+        operand
+        for operand in candidates
+        if operand.layout.strides is not None
+        and all(along for n, along in zip(axes, spanned(operand), strict=True) if n > 1)
+    )
 
 
 def spanned(operand: Load | Store) -> list[bool]:
@@ -109,7 +115,8 @@ def along_row(roots: Iterable[Expr], cluster: Cluster) -> list[Expr]:
     return [n for n in postorder(roots, lambda n: () if isinstance(n, Reduce) else children(n)) if cluster.full[n]]
 
 
-def by_pass(cluster: Cluster) -> list[list[Expr]]:
+@analysis
+def by_pass(cluster: Cluster) -> tuple[list[Expr], ...]:
     """Return what varies along the row and is needed in each pass over it: of its reductions and of its stores."""
     roots: dict[int, list[Expr]] = {}
     for node in cluster.order:
@@ -117,10 +124,11 @@ def by_pass(cluster: Cluster) -> list[list[Expr]]:
             roots.setdefault(cluster.levels[node] - 1, []).extend(node.args)
     for store in cluster.stores:
         roots.setdefault(cluster.levels[store.value], []).extend([store.value, *(e for e, _ in store.index)])
-    return [along_row(roots.get(level, ()), cluster) for level in range(max(roots, default=-1) + 1)]
+    return tuple(along_row(roots.get(level, ()), cluster) for level in range(max(roots, default=-1) + 1))
 
 
-def used_again(cluster: Cluster) -> set[Expr]:
+@analysis
+def used_again(cluster: Cluster) -> Set[Expr]:
     """Return what several passes over the row need."""
     seen = Counter(node for nodes in by_pass(cluster) for node in nodes)
     return {node for node, count in seen.items() if count > 1}
@@ -131,10 +139,12 @@ def footprint(node: Load) -> int:
     return product(mode.extent for dim in node.layout.dims for mode in dim if mode.stride != 0)
 
 
-def scans(cluster: Cluster) -> list[Scan]:
-    return [n for n in cluster.order if isinstance(n, Scan)]
+@analysis
+def scans(cluster: Cluster) -> tuple[Scan, ...]:
+    return tuple(n for n in cluster.order if isinstance(n, Scan))
 
 
+@analysis
 def out_of_order(cluster: Cluster) -> str:
     """Return why a cluster's scans cannot run in one kernel, or ""."""
     found = scans(cluster)
@@ -155,6 +165,7 @@ def _steps(strides: Any, cluster: Cluster) -> tuple[int, ...] | None:
     return None if strides is None else tuple(s for s, n in zip(strides, cluster.axes, strict=True) if n != 1)
 
 
+@analysis
 def column_reduction(cluster: Cluster) -> bool:
     """Whether memory runs along the parallel axes: a column reduction."""
     split, axes = len(cluster.parallel), cluster.axes

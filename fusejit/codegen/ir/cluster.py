@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -184,6 +184,23 @@ class Cluster:
     def writes(self) -> dict[str, Store]:
         return {s.buffer: s for s in self.stores}
 
+    def runs_along(self, store: Store) -> bool:
+        """Whether a store has a value for each element of the row; the others have one for a whole reduction."""
+        return any((store.layout.strides or ())[len(self.parallel) :]) or self.full[store.value]
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a result is written where data says, or added to what is there."""
+        return any(s.index or s.mode for s in self.stores)
+
+    @cached_property
+    def facts(self) -> dict[Any, Any]:
+        """What analyses found out about the cluster."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # what is known of it is found again
+
     def reshape(self, parallel: Sequence[int], reduce: Sequence[int]) -> Cluster:
         """Return the same cluster over other extents of the same row-major order."""
         return self.map(Reshape((*parallel, *reduce)), parallel, reduce)
@@ -251,3 +268,27 @@ class Cluster:
                 )
             )
         return "\n".join(lines)
+
+
+Args = ParamSpec("Args")
+Fact = TypeVar("Fact")
+
+
+def analysis(
+    function: Callable[Concatenate[Cluster, Args], Fact],
+) -> Callable[Concatenate[Cluster, Args], Fact]:
+    """Let a function of a cluster run once for each cluster: fusion, schedules and text ask it of the same one.
+
+    A cluster never changes, so what was found out about it stays true; nobody changes a fact either.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def fact(cluster: Cluster, /, *args: Args.args, **kwargs: Args.kwargs) -> Fact:
+        key = (name, args, tuple(kwargs.items())) if args or kwargs else name
+        facts = cluster.facts
+        if key not in facts:
+            facts[key] = function(cluster, *args, **kwargs)
+        return facts[key]  # type: ignore[no-any-return]
+
+    return fact

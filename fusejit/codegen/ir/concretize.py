@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from .cluster import Cluster, Store
+from .cluster import Cluster, Store, analysis
 from .expr import Const, Expr, Iota, Load, const, iota, load, rewrite
 from .layout import Layout, Mode
 from .size import Size, hint, most, scope, symbols
 
 
+@analysis
 def symbolic(cluster: Cluster) -> bool:
     """Whether a size occurs in a cluster."""
     if any(isinstance(n, Size) for n in cluster.axes):
@@ -30,13 +31,12 @@ def symbolic(cluster: Cluster) -> bool:
     return any(numbers) or any(terms) or any(_has_size(layout) for layout in layouts)
 
 
-def hinted(cluster: Cluster, most_programs: bool = False) -> Cluster:
+@analysis
+def hinted(cluster: Cluster) -> Cluster:
     """Return the cluster with numbers for sizes.
 
     `varies` then says that a row may have another length or stand elsewhere in memory; how many rows there are may vary
     without it.
-    `most_programs`: of the programs that share the rows the most, which every choice of how a row is cut has to hold
-    for.
     """
     if not symbolic(cluster):
         return cluster
@@ -55,8 +55,15 @@ def hinted(cluster: Cluster, most_programs: bool = False) -> Cluster:
     ]
     steps = [n for lay in layouts for n in (lay.offset, *(m.stride for dim in lay.dims for m in dim))]
     varies = any(isinstance(n, Size) for n in (*cluster.reduce, *steps, *terms))
-    made = replace(cluster, parallel=axes[0], reduce=axes[1], stores=tuple(stores), varies=varies)
-    return replace(made, programs=most(cluster.programs) if most_programs else hint(cluster.programs))
+    programs = hint(cluster.programs)
+    return replace(cluster, parallel=axes[0], reduce=axes[1], stores=tuple(stores), varies=varies, programs=programs)
+
+
+def hinted_most(cluster: Cluster) -> Cluster:
+    """As `hinted`, with the most programs that share the rows: every choice of how a row is cut has to hold for
+    them.
+    """
+    return replace(hinted(cluster), programs=most(cluster.programs)) if symbolic(cluster) else cluster
 
 
 def hinted_buffers(buffers: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

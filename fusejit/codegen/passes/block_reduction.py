@@ -26,7 +26,7 @@ from ..ir.size import divide, product
 from ..schedule.choice import Schedule
 from ..schedule.device import Device
 from .align import above, align, by_rank
-from .schedule import order, schedule
+from .schedule import microseconds, order
 
 
 def in_segments(a: Cluster, b: Cluster) -> tuple[Cluster, Cluster] | None:
@@ -78,7 +78,7 @@ def check_segments(a: Cluster, b: Cluster, merged: Cluster, device: Device) -> N
         raise Refused("the elements of a block do not lie together in memory")
     if not in_registers(ordered):
         raise Refused(f"rows of {product(ordered.reduce)} do not stay in registers while their blocks are reduced")
-    together, apart = _cost(merged, device), [_cost(c, device) for c in (a, b)]
+    together, apart = microseconds(merged, device), [microseconds(c, device) for c in (a, b)]
     if together > sum(apart):
         raise Refused(f"one kernel takes {together:.1f} us, two take {apart[0]:.1f} and {apart[1]:.1f} us")
 
@@ -127,7 +127,7 @@ def _turned(short: Cluster, many: int) -> Cluster:
     """Return a cluster (P x S | E) as (P | S x E), its reductions over segments."""
     if scans(short) or short.programs or short.segments:
         raise Refused("blocks of what is itself cut into parts")
-    if any(s.index or s.mode for s in short.stores):
+    if short.scatters:
         raise Refused("a result is scattered")
     if any(isinstance(n, Reduce) and len(n.args) > 1 for n in short.order):
         raise Refused("the place of a block's largest element")
@@ -155,9 +155,3 @@ def _widened(short: Cluster, wide: Cluster) -> Cluster:
     rows = above(short.parallel, many)
     cut = short.reshape((*rows, many), ())
     return cut.map(Affine((*rows, many, each), tuple((0, ((d, 1),)) for d in range(len(rows) + 1))), rows, (many, each))
-
-
-def _cost(cluster: Cluster, device: Device) -> float:
-    choice = schedule(hinted(cluster), device)[1].choice
-    assert choice is not None
-    return choice.costs[0].us

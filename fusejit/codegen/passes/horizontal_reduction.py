@@ -24,8 +24,9 @@ from ..ir.layout import strided
 from ..ir.signature import Pattern, line, pattern, places
 from ..ir.size import product
 from ..schedule.device import Device, machine
-from .horizontal import Grouping, Row, Step
-from .rfactor import padded
+from .horizontal import Grouping, Row
+from .rfactor import padded, reductions
+from .step_graph import Step, StepGraph
 
 BLOCK = 4096  # elements of one iteration
 MOST = 8  # iterations of a program
@@ -34,7 +35,7 @@ EACH = 8  # programs a multiprocessor, from which programs take more instead
 
 def many(lowered: Lowered, device: Device | None = None) -> Lowered:
     """Return the program with its groups of whole reductions joined."""
-    return _Reductions(replace(lowered, buffers=dict(lowered.buffers)), device or machine()).run()
+    return _Reductions(StepGraph(lowered), device or machine()).run()
 
 
 class _Reductions(Grouping):
@@ -55,7 +56,7 @@ class _Reductions(Grouping):
             _straight(replace(m, stores=tuple(sorted(m.stores, key=lambda s: known[s.buffer][1])))) for m in members
         ]
         pieces = [-(-row.size // chunk) for row in rows]
-        partial = [self.partial(node, sum(pieces), members[0]) for node in _reduces(flat[0])]
+        partial = [self.partial(node, sum(pieces), members[0]) for node in reductions(flat[0])]
         known |= places({b.name: b for b in partial})
         raw = [_raw(member, partial) for member in flat]
         firsts = [sum(pieces[:i]) for i in range(len(pieces))]
@@ -71,32 +72,30 @@ class _Reductions(Grouping):
     def partial(self, node: Reduce, count: int, member: Cluster) -> Buffer:
         """Make the buffer of one reduction's partial results, one for each program."""
         device = self.buffers[member.stores[0].buffer].device
-        made = Buffer(f"b{len(self.buffers)}", (count,), (1,), node.dtype, device)
-        self.buffers[made.name] = made
-        return made
+        buffer = Buffer(f"b{len(self.buffers)}", (count,), (1,), node.dtype, device)
+        self.buffers[buffer.name] = buffer
+        return buffer
 
 
-def _reduces(cluster: Cluster) -> list[Reduce]:
-    return [node for node in cluster.order if isinstance(node, Reduce)]
-
-
-def _row(found: Pattern | None) -> Pattern:
-    assert found is not None, "pieces of a line are a line"
-    return found
+def _row(row: Pattern | None) -> Pattern:
+    assert row is not None, "pieces of a line are a line"
+    return row
 
 
 def _straight(member: Cluster) -> Cluster:
     """Return a reduction over one axis."""
-    found = line(member)
-    assert found is not None, "members of a group are lines"
-    return found
+    flat = line(member)
+    assert flat is not None, "members of a group are lines"
+    return flat
 
 
 def _raw(flat: Cluster, partial: list[Buffer]) -> Cluster:
     """Return a reduction that keeps its results as they are; a program writes them behind those of the programs before
     it.
     """
-    stores = (Store(b.name, strided(flat.axes, (0,)), n, n.dtype) for n, b in zip(_reduces(flat), partial, strict=True))
+    stores = (
+        Store(b.name, strided(flat.axes, (0,)), n, n.dtype) for n, b in zip(reductions(flat), partial, strict=True)
+    )
     return replace(flat, stores=tuple(stores))
 
 
@@ -112,18 +111,18 @@ def _combined(flat: Cluster, partial: list[Buffer], first: int, count: int) -> C
     """Return the combination of a tensor's partial results, and what follows it."""
     values: dict[Expr, Expr] = {
         n: reduction(n.op, load(b.name, strided((count,), (1,), first), n.dtype), dtype=n.dtype)
-        for n, b in zip(_reduces(flat), partial, strict=True)
+        for n, b in zip(reductions(flat), partial, strict=True)
     }
-    made = {b.name for b in partial}
+    names = {b.name for b in partial}
 
     def visit(node: Expr) -> Expr:  # what else is read is one element
-        if not isinstance(node, Load) or node.buffer in made:
+        if not isinstance(node, Load) or node.buffer in names:
             return node
         return load(node.buffer, strided((count,), (0,), node.layout.offset), node.dtype)
 
-    found = rewrite(substitute([s.value for s in flat.stores], values), visit)
+    results = rewrite(substitute([s.value for s in flat.stores], values), visit)
     stores = (
         replace(s, value=v, layout=strided((count,), (0,), s.layout.offset))
-        for s, v in zip(flat.stores, found, strict=True)
+        for s, v in zip(flat.stores, results, strict=True)
     )
     return Cluster((), (count,), tuple(stores), flat.lines)

@@ -47,7 +47,7 @@ def nest(inner: Cluster, outer: Cluster, device: Device) -> Cluster:
     Raises:
         Refused: they are no such pair, or the sums are not linear in the segments' results.
     """
-    results = {s.buffer: s for s in inner.stores if _is_result(s, inner)}
+    results = {s.buffer: s for s in inner.stores if not inner.runs_along(s)}
     _check(inner, outer, results, device)
     copies = [
         Store(name, s.layout, load(f"?{name}", contiguous(inner.parallel), s.dtype), s.dtype)
@@ -91,7 +91,7 @@ def _check(inner: Cluster, outer: Cluster, results: dict[str, Store], device: De
         raise Refused("the results of one are not what the other adds up")
     if max(inner.levels.values()) > 1 or max(outer.levels.values()) > 1:
         raise Refused("segments of several reductions, one after the other")
-    if any(s.mode or s.index for s in (*inner.stores, *outer.stores)):
+    if inner.scatters or outer.scatters:
         raise Refused("a result is scattered")
     if not all(
         isinstance(s.value, Reduce) and len(s.value.args) == 1 and s.value.dtype is s.dtype for s in results.values()
@@ -99,7 +99,7 @@ def _check(inner: Cluster, outer: Cluster, results: dict[str, Store], device: De
         raise Refused("a segment's result is more than a reduction")
     if any(s.buffer not in results and inner.levels[s.value] for s in inner.stores):
         raise Refused("a segment is read again after its reduction")
-    if any(outer.full[s.value] or any((s.layout.strides or ())[len(outer.parallel) :]) for s in outer.stores):
+    if any(outer.runs_along(s) for s in outer.stores):
         raise Refused("the sums of the segments are written beside each segment")
     if product(outer.parallel) < device.sms:
         raise Refused(
@@ -108,10 +108,6 @@ def _check(inner: Cluster, outer: Cluster, results: dict[str, Store], device: De
         )
     if product(inner.reduce) > LONGEST:
         raise Refused(f"segments of {product(inner.reduce)} elements, {LONGEST} at most")
-
-
-def _is_result(store: Store, cluster: Cluster) -> bool:
-    return not any((store.layout.strides or ())[len(cluster.parallel) :]) and not cluster.full[store.value]
 
 
 def _turned(inner: Cluster, made: Cluster) -> Cluster:

@@ -16,7 +16,7 @@ from ..ir.graph import Refused
 from ..schedule.choice import FIXED
 from ..schedule.device import Device
 from ..schedule.registers import at_once
-from .schedule import schedule
+from .schedule import microseconds
 
 EACH = 8  # elements a thread of a pointwise kernel
 # registers by this count up to which no kernel was seen to spill, of 255: addresses and temporaries take the others
@@ -37,9 +37,9 @@ def worth_it(a: Cluster, b: Cluster, merged: Cluster, device: Device) -> None:
                 f"{live} values at once in each thread take {FIXED + EACH * live} registers: the kernel would spill"
             )
     elif _leaves_registers(a, b, merged):
-        costs = [_cost(c, device) for c in (merged, a, b)]
-        if costs[0] > costs[1] + costs[2]:
-            raise Refused(f"one kernel takes {costs[0]:.1f} us, two take {costs[1]:.1f} and {costs[2]:.1f} us")
+        one, *two = [microseconds(c, device) for c in (merged, a, b)]
+        if one > sum(two):
+            raise Refused(f"one kernel takes {one:.1f} us, two take {two[0]:.1f} and {two[1]:.1f} us")
 
 
 def _leaves_registers(a: Cluster, b: Cluster, merged: Cluster) -> bool:
@@ -49,9 +49,3 @@ def _leaves_registers(a: Cluster, b: Cluster, merged: Cluster) -> bool:
         any(isinstance(n, Reduce) for n in c.order) for c in (a, b)
     )  # what only follows along the row is read once less
     return reduces and not column_reduction(merged) and not fits(merged) and any(full(c) and fits(c) for c in (a, b))
-
-
-def _cost(cluster: Cluster, device: Device) -> float:
-    choice = schedule(cluster, device)[1].choice
-    assert choice is not None
-    return choice.costs[0].us

@@ -16,7 +16,7 @@ Where a length varies the number of pieces is one for all sizes, and what lies b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,7 +41,7 @@ from ..ir.expr import (
 from ..ir.graph import Buffer, Extern, Foreach, Lowered, Refused
 from ..ir.layout import Affine, contiguous, strided
 from ..ir.signature import SPLITTABLE
-from ..ir.size import AnySize, Size, atom, product
+from ..ir.size import AnySize, Size, atom, hint, most, product
 from ..ops.table import INDEX_IDENTITY, OPS
 from ..schedule.cost_model import pays_to_split
 from ..schedule.device import Device, machine
@@ -56,6 +56,91 @@ EVEN = 256  # pieces of a row that it is no multiple of begin at multiples of so
 PLACES = {"argmax": "amax", "argmin": "amin"}  # a partial result is a value and its place
 
 
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Why a reduction is made of those of its pieces, and what it has to be for that.
+
+    Attributes:
+        pieces: what the pieces are. ops: the reductions that may be combined, `beneath`: of those that wait for no
+            other only. passes: how many reductions may stand one above the other, 0 for any number.
+        whole: whether a cluster that is cut already (programs, segments, scans) is no such reduction.
+        why, scattered: the reasons that a refused one has.
+    """
+
+    name: str
+    pieces: str
+    ops: frozenset[str] = frozenset(SPLITTABLE)
+    beneath: bool = False
+    passes: int = 1
+    whole: bool = True
+    why: str = "a reduction that is not made of those of its pieces"
+    scattered: str = "a result is scattered"
+
+    def unfit(self, cluster: Cluster) -> str:
+        """Return why a cluster is no reduction that this policy cuts, or ""."""
+        ops = {n.op for n in reductions(cluster) if not self.beneath or cluster.levels[n] == 1}
+        levels = max(cluster.levels.values(), default=0)
+        if ops - self.ops or self.passes and levels > self.passes or self.whole and is_cut(cluster):
+            return self.why
+        return self.scattered if cluster.scatters else ""
+
+
+FEW_PROGRAMS = Policy(
+    "few programs",
+    "as many as keep the device busy",
+    ops=frozenset({*SPLITTABLE, *PLACES}),
+    beneath=True,
+    passes=0,
+)
+ROWS_OF_EVERYTHING = Policy(
+    "rows of everything",
+    "the rows that another kernel holds",
+    why="a reduction of all rows that takes more than their partial results",
+    scattered="what follows a reduction of all rows needs it finished",
+)
+COLUMNS_BY_PROGRAMS = Policy(
+    "row and column",
+    "the columns of the rows that a program walks over",
+    whole=False,
+    why="column results of several reductions, one after the other, take several passes",
+)
+SHARES_OF_ROWS = Policy("shares of rows", "the results of the rows that a program walks over")
+POLICIES = (FEW_PROGRAMS, ROWS_OF_EVERYTHING, COLUMNS_BY_PROGRAMS, SHARES_OF_ROWS)
+
+
+def reductions(cluster: Cluster) -> list[Reduce]:
+    return [n for n in cluster.order if isinstance(n, Reduce)]
+
+
+def is_cut(cluster: Cluster) -> bool:
+    """Whether the rows of a cluster are shared by programs, cut into segments, or have to be walked in order."""
+    return bool(cluster.programs or cluster.segments or scans(cluster))
+
+
+def partial_names(buffers: dict[str, Buffer], count: int) -> list[str]:
+    """Return names for new buffers of partial results."""
+    return [f"b{len(buffers) + i}" for i in range(count)]
+
+
+def check_partial(before: dict[str, Buffer], after: dict[str, Buffer], saved: int, by: int = 1) -> None:
+    """Refuse new buffers of partial results that cost more than the bytes which a merge saves, of `by` times as many
+    rows as there are in this call.
+
+    Raises:
+        Refused: with the bytes of both.
+    """
+    size = sum(b.bytes for name, b in after.items() if name not in before)
+    partial, shared = most(size) if by > 1 else hint(size), by * saved
+    if 2 * partial >= shared:
+        raise Refused(f"partial results of {partial} bytes cost more than reading {shared} bytes again")
+
+
+# -- few programs for a long reduction ---------------------------------------------------------------------------------
+
+
 def split(lowered: Lowered, device: Device | None = None, numerics: str = "fast") -> Lowered:
     """Return the program with every reduction split that has too few programs for its length."""
     buffers = dict(lowered.buffers)
@@ -63,10 +148,10 @@ def split(lowered: Lowered, device: Device | None = None, numerics: str = "fast"
     waiting = list(reversed(lowered.steps))
     while waiting:
         step = waiting.pop()
-        found = cut(step, device or machine()) if isinstance(step, Cluster) else None
-        if found:
-            *made, last = in_pieces(*found, buffers, numerics == "eager")
-            steps += made
+        pieces = cut(step, device or machine()) if isinstance(step, Cluster) else None
+        if pieces:
+            *first, last = in_pieces(*pieces, buffers, numerics == "eager")
+            steps += first
             waiting.append(last)  # a reduction of the corrected row is split again
         else:
             steps.append(step)
@@ -88,7 +173,7 @@ def _varying(cluster: Cluster, device: Device) -> tuple[Cluster, int, AnySize] |
     """
     joined = cluster.coalesced
     model, first = hinted(joined), joined.reduce[0]
-    if isinstance(first, int) or max(cluster.levels.values()) > 1 or any(_along(s, cluster) for s in cluster.stores):
+    if isinstance(first, int) or max(cluster.levels.values()) > 1 or any(cluster.runs_along(s) for s in cluster.stores):
         return None
     far = FAR * LONG[column_reduction(model)]
     if not _pieces(replace(model, reduce=(max(far, product(model.reduce)), *(1 for _ in model.reduce[1:]))), device):
@@ -111,20 +196,11 @@ def _programs(cluster: Cluster) -> int:
 def _pieces(cluster: Cluster, device: Device) -> int:
     """Return into how many pieces a row is best cut, 0 where it stays whole."""
     rows, columns = product(cluster.parallel), product(cluster.reduce)
-    reduces = [n for n in cluster.order if isinstance(n, Reduce)]
-    if (
-        not reduces
-        or cluster.programs
-        or cluster.segments
-        or scans(cluster)
-        or any(s.index or s.mode for s in cluster.stores)
-    ):
-        return 0
-    if any(n.op not in SPLITTABLE and n.op not in PLACES for n in reduces if cluster.levels[n] == 1):
+    if not reductions(cluster) or FEW_PROGRAMS.unfit(cluster):
         return 0
     upright, programs = column_reduction(cluster), _programs(cluster)
     again = max(cluster.levels.values()) > 1 or any(
-        _along(s, cluster) and cluster.levels[s.value] for s in cluster.stores
+        cluster.runs_along(s) and cluster.levels[s.value] for s in cluster.stores
     )
     enough = device.sms if upright else device.sms // 2
     unsure = again or (
@@ -160,31 +236,26 @@ def _even(reduce: Sequence[int], columns: int, wanted: int) -> int:
     return -(-columns // wanted // EVEN) * EVEN  # the last piece is shorter: masked
 
 
-def _along(store: Store, cluster: Cluster) -> bool:
-    """Whether a store has a value for each element of the row."""
-    return any((store.layout.strides or ())[len(cluster.parallel) :]) or cluster.full[store.value]
-
-
 def in_pieces(
     cluster: Cluster, pieces: AnySize, length: AnySize, buffers: dict[str, Buffer], exact: bool = False
 ) -> list[Cluster]:
     """Return the reduction of the pieces, that of the partial results, and what is left to do along the row."""
     even = pieces * length == product(cluster.reduce)
     wide = cluster.reshape(cluster.parallel, (pieces, length)) if even else padded(cluster, pieces, length)
-    level = {n: wide.levels[n] for n in wide.order if isinstance(n, Reduce)}
-    found: dict[Expr, Shifted] = {}
+    level = {n: wide.levels[n] for n in reductions(wide)}
+    about_shifts: dict[Expr, Shifted] = {}
     for n, at in level.items():
         kind = shifted(n) if at == 2 else None
         kind = linear(n, exact) if kind is None and at > 1 else kind
-        if kind is not None and all(level[base] == 1 or base in found for base in kind.bases):
-            found[n] = kind
-    taken = [n for n, at in level.items() if at == 1 or n in found]
+        if kind is not None and all(level[base] == 1 or base in about_shifts for base in kind.bases):
+            about_shifts[n] = kind
+    taken = [n for n, at in level.items() if at == 1 or n in about_shifts]
     partial = _Partial(wide, pieces, buffers)
     values: dict[Expr, Expr] = {n: partial.whole(n) for n, at in level.items() if at == 1}
-    for node, kind in found.items():
+    for node, kind in about_shifts.items():
         values[node] = partial.shifted(kind, values, length)  # the shift of a linear sum holds sums of exponentials
     # whether a store runs along the row is asked of the cluster: a piece of several axes has no one stride there
-    along = [_along(s, cluster) for s in cluster.stores]
+    along = [cluster.runs_along(s) for s in cluster.stores]
     # what needs no reduction is written where it is read, unless a shorter last piece would write behind its end
     passed = [s for s, runs in zip(wide.stores, along, strict=True) if even and runs and not wide.levels[s.value]]
     first = Cluster.build((*wide.parallel, pieces), wide.reduce[1:], (*partial.stores, *passed), cluster.lines)
@@ -196,12 +267,10 @@ def in_pieces(
     rows = {n: _row(wide, n, buffers) for n in taken}
     second = combined(replace(wide, stores=(*done, *(s for s, _ in rows.values()))), values, pieces, cluster.lines)
     names = [s.buffer for s in left]
-    original = {n: rows[m][0].buffer for n, m in zip(_reduces(cluster), _reduces(wide), strict=True) if m in rows}
+    original: dict[Expr, str] = {
+        n: rows[m][0].buffer for n, m in zip(reductions(cluster), reductions(wide), strict=True) if m in rows
+    }
     return [first, second, _rest(cluster, names, original)]
-
-
-def _reduces(cluster: Cluster) -> list[Expr]:
-    return [n for n in cluster.order if isinstance(n, Reduce)]
 
 
 def padded(cluster: Cluster, pieces: int, length: AnySize) -> Cluster:
@@ -247,20 +316,20 @@ class _Partial:
         self.rows = product(wide.parallel)
         self.device = next(buffers[s.buffer].device for s in wide.stores)
         self.stores: list[Store] = []
-        self.made: dict[Expr, Expr] = {}
+        self.loads: dict[Expr, Expr] = {}
 
     def stored(self, node: Expr) -> Expr:
         """Let the pieces store `node`, and return it as its readers load it."""
-        if node not in self.made:
+        if node not in self.loads:
             buffer = Buffer(f"b{len(self.buffers)}", (self.pieces, self.rows), (self.rows, 1), node.dtype, self.device)
             self.buffers[buffer.name] = buffer
             along = contiguous(self.wide.parallel).strides or ()
             at = strided(self.wide.axes, [*along, self.rows, *(0 for _ in self.wide.reduce[1:])])
             self.stores.append(Store(buffer.name, at, node, node.dtype))
-            self.made[node] = load(
+            self.loads[node] = load(
                 buffer.name, strided((*self.wide.parallel, self.pieces), [*along, self.rows]), node.dtype
             )
-        return self.made[node]
+        return self.loads[node]
 
     def whole(self, node: Expr) -> Expr:
         """Return a reduction of the row as one of its pieces' results."""
@@ -271,19 +340,22 @@ class _Partial:
         place = cast(self.stored(node), node.args[1].dtype)
         return reduction(node.op, self.stored(value), place, dtype=node.dtype)
 
-    def shifted(self, found: Shifted, values: dict[Expr, Expr], length: int) -> Expr:
+    def shifted(self, sum_about: Shifted, values: dict[Expr, Expr], length: int) -> Expr:
         """Return a sum about a shift as its pieces' sums about their own."""
-        dtype = found.node.dtype
-        shifts = tuple(substitute(list(found.shifts), values))
-        (own,) = substitute([own_shift(found, length)], self.made)
-        piece = self.stored(of_piece(found, length))
+        dtype = sum_about.node.dtype
+        shifts = tuple(substitute(list(sum_about.shifts), values))
+        (own,) = substitute([own_shift(sum_about, length)], self.loads)
+        piece = self.stored(of_piece(sum_about, length))
         count = const(float(length), dtype)
         more = None
-        if found.kind == "square":
-            more = count, self.stored(residual(found, length))
-        elif found.kind == "linear":
-            more = count, count if not found.weights and found.mask is None else self.stored(weighted_count(found))
-        return reduction("sum", corrected(found.kind, piece, own, shifts, more), dtype=dtype)
+        if sum_about.kind == "square":
+            more = count, self.stored(residual(sum_about, length))
+        elif sum_about.kind == "linear":
+            more = (
+                count,
+                count if not sum_about.weights and sum_about.mask is None else self.stored(weighted_count(sum_about)),
+            )
+        return reduction("sum", corrected(sum_about.kind, piece, own, shifts, more), dtype=dtype)
 
 
 def combined(wide: Cluster, values: dict[Expr, Expr], pieces: AnySize, lines: tuple[str, ...]) -> Cluster:
@@ -352,12 +424,11 @@ def by_rows(whole: Cluster, rows: Cluster, first: bool, buffers: dict[str, Buffe
     Raises:
         Refused: it reduces several times, or the rows wait for its result.
     """
-    found = [n for n in whole.order if isinstance(n, Reduce)]
-    along = [s for s in whole.stores if any((s.layout.strides or ())[len(whole.parallel) :]) or whole.full[s.value]]
-    if any(n.op not in SPLITTABLE for n in found) or max(whole.levels.values()) > 1 or scans(whole) or whole.segments:
-        raise Refused("a reduction of all rows that takes more than their partial results")
-    if any(s.index or s.mode for s in (*whole.stores, *rows.stores)) or any(whole.levels[s.value] for s in along):
-        raise Refused("what follows a reduction of all rows needs it finished")
+    along = [s for s in whole.stores if whole.runs_along(s)]
+    if reason := ROWS_OF_EVERYTHING.unfit(whole):
+        raise Refused(reason)
+    if rows.scatters or any(whole.levels[s.value] for s in along):
+        raise Refused(ROWS_OF_EVERYTHING.scattered)
     if first and any(rows.reads.keys() & {s.buffer} for s in whole.stores if s not in along):
         raise Refused("the rows need the finished reduction of all")
     pieces, *rest = in_pieces(whole, product(rows.parallel), product(rows.reduce), buffers)

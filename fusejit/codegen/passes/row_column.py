@@ -14,20 +14,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...templates.reduction_mixed import refused_walk
-from ..ir.analysis import column_reduction, scans
+from ..ir.analysis import column_reduction
 from ..ir.cluster import Cluster, Store
 from ..ir.concretize import hinted
-from ..ir.expr import Expr, Reduce, load, reduction, view
+from ..ir.expr import Expr, load, reduction, view
 from ..ir.graph import Buffer, Refused
 from ..ir.layout import contiguous, permute, strided
-from ..ir.signature import SPLITTABLE
 from ..ir.size import AnySize, atom, product
 from ..schedule.device import Device
 from ..schedule.registers import column_sums
 from ..schedule.unaligned_rows import peel
 from .align import align, join
-from .rfactor import combined, cut, in_pieces
-from .schedule import order, schedule, tall, taller
+from .rfactor import COLUMNS_BY_PROGRAMS, SHARES_OF_ROWS, combined, cut, in_pieces, is_cut, partial_names, reductions
+from .schedule import costs, microseconds, order, tall, taller
 
 # microseconds more than the least: no difference that the model can tell, so the device may as well have more under way
 NEAR = 0.5
@@ -46,13 +45,13 @@ def mix(
         Refused: they are no such pair, or a row and its column sums do not fit in the registers of a program.
     """
     _check(row, column, column_first)
-    results = {s.buffer for s in column.stores if _is_result(s, column)}
+    results = {s.buffer for s in column.stores if not column.runs_along(s)}
     split = len(column.parallel)
     turn = permute(column.axes, [*range(split, len(column.axes)), *range(split)])
     turned = column.map(turn, column.reduce, column.parallel)
     one, two = reversed(align(turned, row)) if column_first else align(row, turned)
-    nodes = [n for n in two.order if isinstance(n, Reduce)]
-    names = [f"b{len(buffers) + i}" for i in range(len(nodes))]
+    nodes = reductions(two)
+    names = partial_names(buffers, len(nodes))
     place = strided(one.axes, [*(0 for _ in one.parallel), *(contiguous(one.reduce).strides or ())])
     sums = tuple(Store(name, place, n.args[0], n.dtype, n.op) for name, n in zip(names, nodes, strict=True))
     whole = tuple(s for s in two.stores if s.buffer not in results)
@@ -63,7 +62,10 @@ def mix(
     reason = refused_walk(hinted(mixed), device.mixed_values)
     if reason:
         raise Refused(reason)
-    made = _partial(two, nodes, names, programs, buffers)
+    columns = product(two.reduce)
+    device_of = next(buffers[s.buffer].device for s in two.stores)
+    for name, n in zip(names, nodes, strict=True):
+        buffers[name] = Buffer(name, (programs, columns), (columns, 1), n.dtype, device_of)
     back = permute(two.axes, [*range(len(two.parallel), len(two.axes)), *range(len(two.parallel))])
     upright = replace(two, stores=tuple(s for s in two.stores if s.buffer in results)).map(
         back, two.reduce, two.parallel
@@ -71,28 +73,22 @@ def mix(
     sums_of = strided(
         (*upright.parallel, programs), [*(contiguous(upright.parallel).strides or ()), product(upright.parallel)]
     )
-    found = zip(view(nodes, back), nodes, made, strict=True)
+    turned_back = zip(view(nodes, back), nodes, names, strict=True)
     values: dict[Expr, Expr] = {
-        new: reduction(n.op, load(b.name, sums_of, n.dtype), dtype=n.dtype) for new, n, b in found
+        new: reduction(n.op, load(name, sums_of, n.dtype), dtype=n.dtype) for new, n, name in turned_back
     }
     return mixed, combined(upright, values, programs, column.lines)
 
 
 def _check(row: Cluster, column: Cluster, column_first: bool) -> None:
-    reduces = [n for n in column.order if isinstance(n, Reduce)]
-    if any(n.op not in SPLITTABLE for n in reduces) or max(column.levels.values(), default=0) > 1:
-        raise Refused("column results of several reductions, one after the other, take several passes")
-    if any(s.reduces for s in row.stores) or any(s.mode or s.index for s in column.stores):
-        raise Refused("a result is scattered")
-    if any(column.levels[s.value] for s in column.stores if not _is_result(s, column)):
+    if reason := COLUMNS_BY_PROGRAMS.unfit(column) or (
+        "a result is scattered" if any(s.reduces for s in row.stores) else ""
+    ):
+        raise Refused(reason)
+    if any(column.levels[s.value] for s in column.stores if column.runs_along(s)):
         raise Refused("a column reduction has to end before its columns are read again")
-    if column_first and row.reads.keys() & {s.buffer for s in column.stores if _is_result(s, column)}:
+    if column_first and row.reads.keys() & {s.buffer for s in column.stores if not column.runs_along(s)}:
         raise Refused("the rows need the finished columns")
-
-
-def _is_result(store: Store, cluster: Cluster) -> bool:
-    """Whether a store has one value for a whole reduction."""
-    return not any((store.layout.strides or ())[len(cluster.parallel) :]) and not cluster.full[store.value]
 
 
 def programs_for(mixed: Cluster, device: Device) -> AnySize:
@@ -102,7 +98,7 @@ def programs_for(mixed: Cluster, device: Device) -> AnySize:
     Each program writes, and the second kernel reads, one partial result of all columns: many programs keep the memory
     busy, few move less.
     Of a reduction of everything that is one value, and all of them are few.
-    Where the number of rows varies, what is found here is the most of them; of fewer rows each has a program of its
+    Where the number of rows varies, this is the most of them; of fewer rows each has a program of its
     own.
     """
     number, columns = product(mixed.parallel), product(mixed.reduce)
@@ -114,21 +110,20 @@ def programs_for(mixed: Cluster, device: Device) -> AnySize:
     sums = [s for s in ordered.stores if s.reduces]
     results = columns if column_sums(ordered) else 1
     partial = results * sum(s.dtype.itemsize for s in sums)
-    found = []
+    choices = []
     while times:
         programs = min(rows, times * device.sms)
-        choice = schedule(replace(ordered, programs=programs), device)[1].choice
-        assert choice is not None
+        choice = costs(replace(ordered, programs=programs), device)
         if times == 1 or MUCH * programs * partial <= choice.bytes:
             whole = (
                 peel(replace(ordered, programs=programs)) is None
             )  # rows of one program may begin at odd addresses of all kinds
-            found.append(
+            choices.append(
                 (whole, choice.costs[0].us + _finish(sums, results, programs, device), choice.costs[0].waits, programs)
             )
         times //= 2
-    best = min(found)
-    near = [(waits, programs) for odd, us, waits, programs in found if odd == best[0] and us <= best[1] + NEAR]
+    best = min(choices)
+    near = [(waits, programs) for odd, us, waits, programs in choices if odd == best[0] and us <= best[1] + NEAR]
     return min(near)[1] if isinstance(number, int) else atom("min", number, min(near)[1])
 
 
@@ -142,21 +137,7 @@ def _finish(sums: list[Store], results: int, programs: int, device: Device) -> f
     stores = [
         Store(f"{s.buffer}'", strided(axes, [1, 0]), total, s.dtype) for s, total in zip(sums, totals, strict=True)
     ]
-    choice = schedule(Cluster.build(axes[:1], axes[1:], stores, ()), device)[1].choice
-    assert choice is not None
-    return choice.costs[0].us
-
-
-def _partial(
-    two: Cluster, nodes: list[Reduce], names: list[str], programs: AnySize, buffers: dict[str, Buffer]
-) -> list[Buffer]:
-    columns = product(two.reduce)
-    device = next(buffers[s.buffer].device for s in two.stores)
-    made = [
-        Buffer(name, (programs, columns), (columns, 1), n.dtype, device) for name, n in zip(names, nodes, strict=True)
-    ]
-    buffers |= {b.name: b for b in made}
-    return made
+    return microseconds(Cluster.build(axes[:1], axes[1:], stores, ()), device)
 
 
 # -- rows that share a reduction of everything -------------------------------------------------------------------------
@@ -167,17 +148,11 @@ def is_of_rows(whole: Cluster, rows: Cluster) -> bool:
     do.
     """
     one = whole.reduce != () and product(whole.parallel) == 1 and product(whole.reduce) == product(rows.parallel)
-    reduces = [n for n in whole.order if isinstance(n, Reduce)]
-    if not one or not reduces or any(n.op not in SPLITTABLE for n in reduces) or max(whole.levels.values()) > 1:
+    if not one or not reductions(whole) or SHARES_OF_ROWS.unfit(whole):
         return False
-    steps = [s for c in (whole, rows) for s in c.stores]
-    plain = not any(s.index or s.mode for s in steps) and not any(
-        c.programs or c.segments or scans(c) for c in (whole, rows)
-    )
+    plain = not rows.scatters and not is_cut(rows)
     results = not any(any(s.layout.strides or ()) or whole.full[s.value] for s in whole.stores)
-    return (
-        plain and results and isinstance(product(rows.reduce), int) and any(isinstance(n, Reduce) for n in rows.order)
-    )
+    return plain and results and isinstance(product(rows.reduce), int) and bool(reductions(rows))
 
 
 def in_shares(whole: Cluster, rows: Cluster, buffers: dict[str, Buffer], device: Device) -> tuple[Cluster, Cluster]:
@@ -189,11 +164,11 @@ def in_shares(whole: Cluster, rows: Cluster, buffers: dict[str, Buffer], device:
     whole = whole.coalesced
     if column_reduction(hinted(rows)):
         raise Refused("results of columns are few, and read along the rows")
-    found = cut(whole, device)
-    if found is None:
+    in_two_steps = cut(whole, device)
+    if in_two_steps is None:
         raise Refused("one step is enough for the results of the rows")
-    reduces = [n for n in whole.order if isinstance(n, Reduce)]
-    names = [f"b{len(buffers) + i}" for i in range(len(reduces))]
+    reduces = reductions(whole)
+    names = partial_names(buffers, len(reduces))
     place = strided(whole.reduce, [0] * len(whole.reduce))
     stores = tuple(Store(name, place, n.args[0], n.dtype, n.op) for name, n in zip(names, reduces, strict=True))
     merged = join(*align(rows, Cluster(whole.reduce, (), stores, whole.lines)))
@@ -202,22 +177,18 @@ def in_shares(whole: Cluster, rows: Cluster, buffers: dict[str, Buffer], device:
     if reason := refused_walk(hinted(walk), device.mixed_values):
         raise Refused(reason)
     at = next(buffers[s.buffer].device for s in whole.stores)
-    made = {name: Buffer(name, (programs,), (1,), n.dtype, at) for name, n in zip(names, reduces, strict=True)}
+    partial = {name: Buffer(name, (programs,), (1,), n.dtype, at) for name, n in zip(names, reduces, strict=True)}
     parts = {n: load(name, strided((programs,), [1]), n.dtype) for name, n in zip(names, reduces, strict=True)}
     values: dict[Expr, Expr] = {n: reduction(n.op, part, dtype=n.dtype) for n, part in parts.items()}
     tail = combined(whole, values, programs, whole.lines)
-    ours = _us(walk, device) + _us(tail, device)
-    apart = _us(rows, device) + sum(_us(step, device) for step in in_pieces(*found, dict(buffers)))
+    ours = microseconds(walk, device) + microseconds(tail, device)
+    apart = microseconds(rows, device) + sum(
+        microseconds(step, device) for step in in_pieces(*in_two_steps, dict(buffers))
+    )
     if ours > apart:
         raise Refused(
             f"programs that walk over the rows and one step take {ours:.1f} us, each row by itself and two steps "
             f"{apart:.1f} us"
         )
-    buffers |= made
+    buffers |= partial
     return walk, tail
-
-
-def _us(cluster: Cluster, device: Device) -> float:
-    choice = schedule(hinted(cluster), device)[1].choice
-    assert choice is not None
-    return choice.costs[0].us

@@ -17,12 +17,12 @@ from ...templates.reduction_looped import tile_looped
 from ...templates.reduction_persistent import tile_persistent
 from ...templates.table import TEMPLATES
 from ..ir.analysis import MAX_ROW, column_reduction, footprint, scans, spanned
-from ..ir.cluster import Cluster
+from ..ir.cluster import Cluster, analysis
 from ..ir.concretize import hinted
 from ..ir.expr import Iota, Load, Segment
 from ..ir.layout import permute
 from ..ir.size import AnySize, hint, most, product
-from ..schedule.choice import Schedule
+from ..schedule.choice import Choice, Schedule
 from ..schedule.cost_model import choose
 from ..schedule.device import Device, machine
 
@@ -37,7 +37,12 @@ MANY_ROWS = (
 
 def schedule(cluster: Cluster, device: Device | None = None) -> tuple[Cluster, Schedule]:
     """Return the cluster ready to render, and of the first template that applies the tiles that cost least."""
-    device = device or machine()
+    return scheduled(cluster, device or machine())
+
+
+@analysis
+def scheduled(cluster: Cluster, device: Device) -> tuple[Cluster, Schedule]:
+    """As `schedule`, for a device."""
     ordered = order(
         cluster.coalesced
     ).coalesced  # joined first: axes that are one in memory are not torn apart for a small operand
@@ -46,6 +51,18 @@ def schedule(cluster: Cluster, device: Device | None = None) -> tuple[Cluster, S
     if model is not ordered:
         return ordered, varying(ordered, model, template, device)
     return ordered, choose(ordered, template.tiles(ordered, device), device)
+
+
+def microseconds(cluster: Cluster, device: Device) -> float:
+    """Return what a cluster's kernel takes, by the cost model."""
+    return costs(cluster, device).costs[0].us
+
+
+def costs(cluster: Cluster, device: Device) -> Choice:
+    """Return how the tiles of a cluster were chosen, the cheapest first."""
+    choice = schedule(hinted(cluster), device)[1].choice
+    assert choice is not None
+    return choice
 
 
 def varying(cluster: Cluster, model: Cluster, template: Template, device: Device) -> Schedule:
@@ -95,6 +112,7 @@ def tall(model: Cluster, by: int) -> Cluster:
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------
+@analysis
 def order(cluster: Cluster) -> Cluster:
     """Sort the axes so that the innermost is the one along which the most bytes are neighbours."""
     model = hinted(cluster)

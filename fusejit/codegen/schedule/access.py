@@ -12,10 +12,11 @@ it is contiguous.
 from __future__ import annotations
 
 from ..ir.analysis import MAX_ROW, SECTOR, fast_axis, operands, power_of_two, scans
-from ..ir.cluster import Cluster
+from ..ir.cluster import Cluster, analysis
 from ..ir.size import product
 
 
+@analysis
 def crossing(cluster: Cluster) -> int:
     """Return how many rows of a row reduction a tile needs at least: 1, or those that a sector holds of an operand that
     crosses them.

@@ -24,12 +24,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..ir.analysis import by_pass, used_again
-from ..ir.cluster import Cluster, Store
+from ..ir.cluster import Cluster, Store, analysis
 from ..ir.expr import Const, Expr, Iota, Load, Random, Reduce, children, postorder
 
 DRAWN = 4  # values that a random number takes while it is drawn: the counters and the keys of its call
 
 
+@analysis
 def kept(cluster: Cluster) -> tuple[Load, ...]:
     """Return the loads of each row that a pass reads and a later one reads again; what is the same for all rows is not
     kept.
@@ -63,6 +64,7 @@ def needed_beside(store: Store, name: str, cluster: Cluster) -> bool:
 # -- values held at once -----------------------------------------------------------------------------------------------
 
 
+@analysis
 def at_once(cluster: Cluster) -> int:
     """Return the most values that a thread holds at once: from where each is made to its last reader, results to the
     end.
@@ -70,6 +72,7 @@ def at_once(cluster: Cluster) -> int:
     return _most(cluster.order, cluster.roots)
 
 
+@analysis
 def walked(cluster: Cluster) -> int:
     """Return the most values that a thread holds at once in one of the passes over a row, besides sums."""
     return max(

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..ir.cluster import Cluster
+from ..ir.cluster import Cluster, analysis
 from ..ir.expr import Load, Random, Reduce, Scan
 from ..ir.layout import Layout
 from ..ir.size import product
@@ -48,6 +48,7 @@ class Peel:
         )
 
 
+@analysis
 def peel(cluster: Cluster) -> Peel | None:
     """Return how the rows of `cluster` are cut: where most of what runs along them begins at odd addresses."""
     parallel, columns = len(cluster.parallel), product(cluster.reduce)

@@ -67,7 +67,7 @@ def test_shares_of_infinity_and_nan(few_programs):
 def test_what_is_kept_as_loaded_or_walked_twice_is_shared_out_too(values, dtype, again, few_programs, monkeypatch):
     monkeypatch.setattr(pipeline, "machine", lambda target=None: replace(machine("sm_90"), sms=1, mixed_values=values))
     monkeypatch.setattr(reduction_mixed, "WALKED", 256)
-    monkeypatch.setattr(row_column, "_us", lambda cluster, device: 0.0)
+    monkeypatch.setattr(row_column, "microseconds", lambda cluster, device: 0.0)
     x, w = torch.randn(35, 1032, dtype=dtype), torch.randn(1032, dtype=dtype)
     walk, _ = compare(of_everything, (x, w)).program(x, w).kernels
     assert walk.template == "reduction_mixed" and walk.schedule.keep != again and ("2 * RBLOCK" in walk.source) == again
