@@ -27,11 +27,12 @@ INSIDE = {
     "codegen/graph": "simplify conv_bias",
     "codegen/schedule": "access device registers choice unaligned_rows cost_model",
     "templates": "base pointwise pointwise_2d pointwise_row reduction_persistent reduction_looped "
-    "reduction_mixed table",
+    "reduction_mixed foreach foreach_reduction table",
     "codegen/passes": "realize lower hazards align schedule online profitable block_reduction nested_reduction rfactor "
     "row_column "
     "fuse horizontal horizontal_reduction",
-    "codegen/emit": "kernel philox_tiles memory_plan tape peeled_tape pipelining writer foreach program",
+    "codegen/emit": "kernel memory_plan facts index philox_tiles tape row_tape column_tape loop_tape peeled_tape pipelining "
+    "writer foreach program",
     "capture": "mutable source_lines pytree outputs memory_pattern state/ shapes/ scalar_tensors effect_ops "
     "scalar_index functorch "
     "record_op sort_graph arguments refused tracer guards/ regions/ compare_traces freeze dynamo",
@@ -64,8 +65,6 @@ LARGE = {
     "capture/state/recorder:Recorder": 440,
     "capture/tracer:call": 53,
     "capture/tracer:run_body": 70,
-    "codegen/emit/tape:Tape": 450,
-    "codegen/emit/writer:Writer": 406,
     "codegen/passes/fuse:_Fusing": 400,
     "compile:one_program": 51,
     "frontend/branch_nodes:trace": 57,
