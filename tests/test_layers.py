@@ -21,7 +21,7 @@ LAYERS = [
 # Inside a folder, from the ground up: files that import each other, and folders ("state/") where they stand between
 # files.
 INSIDE = {
-    "codegen/ir": "size layout expr cluster analysis concretize signature graph",
+    "codegen/ir": "size layout expr reductions cluster analysis concretize signature graph",
     "codegen/ops": "formulas table decompositions views builder random gather scan concat creation reductions "
     "scatter rules",
     "codegen/graph": "simplify conv_bias",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,13 @@ def test_every_template_has_a_module_with_its_text_and_its_row():
     folder = Path(table.__file__).parent
     texts = {path.name.removesuffix(".py.jinja") for path in folder.glob("*.py.jinja")} - {"program"}
     assert texts == set(table.TEMPLATES) == {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "table"}
+
+
+def test_no_other_file_holds_the_name_of_a_template():
+    root = Path(fusejit.__file__).parent
+    for path in root.rglob("*.py"):
+        if path.parent.name == "templates":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Constant) and node.value in table.TEMPLATES
+            assert not named, f"{path.relative_to(root)}:{node.lineno} says {node.value!r}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ..ir.analysis import power_of_two
 from ..ir.expr import Const, Expr, Reduce, children, postorder
+from ..ir.reductions import row_of
 from ..ir.size import product
 from ..ops.table import STORAGE
 from ..passes.online import Shifted
@@ -49,13 +50,13 @@ class LoopTape(ColumnTape):
         ):
             name = outside.names[node] = self.names[node] = names[0]
             (value,), (first,), (kind,) = self.guarded(node), identities(node), types
-            body = [f"{name} = fj.{node.op}_combine({name}, {self.finish(node, [value])})"]
+            body = [f"{name} = {row_of(node.op).combined(name, self.finish(node, [value]))}"]
             return [f"{name} = tl.full([XBLOCK, 1], {first}, {kind})"], body, []
         start = [
             f"{n} = tl.full([XBLOCK, RBLOCK], {i}, {t})" for n, i, t in zip(names, identities(node), types, strict=True)
         ]
         values = [self.tile(a) for a in node.args]
-        together = f"fj.{node.op}_combine({', '.join((*names, *values))})"
+        together = row_of(node.op).combined(*names, *values)
         if not self.index.masked("r"):
             body = [f"{', '.join(names)} = {together}"]
         else:
@@ -83,10 +84,10 @@ class LoopTape(ColumnTape):
         the tiles.
         """
         if len(node.args) == 1:
-            return f"fj.{node.op}_combine({whole}, {other})"
-        value = node.op.replace("arg", "a")
-        best, second = (self.row(f"fj.{value}({tile}, 1)", value) for tile in (tiles[0], others[0]))
-        return f"fj.{node.op}_combine({best}, {whole}, {second}, {other})[1]"
+            return row_of(node.op).combined(whole, other)
+        row = row_of(node.op)
+        best, second = (self.row(row_of(row.place_of), tile) for tile in (tiles[0], others[0]))
+        return f"{row.combined(best, whole, second, other)}[1]"
 
     def accumulate_shifted(
         self, found: Shifted, outside: LoopTape, ends: LoopTape | None
@@ -100,17 +101,17 @@ class LoopTape(ColumnTape):
         maxima = "" if found.kind == "square" else self.slots[found.about or found.bases[0]]
         if found.kind == "exp":
             news = [f"fj.online_exp({maxima}, {names[0]}, {value})"]
-            end = self.row("fj.sum(fj.online_exp_sum({0}, {1}, {2}), 1)", "sum")
+            end = self.row_sum("fj.online_exp_sum({0}, {1}, {2})")
         elif found.kind == "linear":
             weight = " * ".join(self.text(w) if isinstance(w, Const) else self.tile(w) for w in found.weights) or "1.0"
             news = [f"fj.online_linear({maxima}, {', '.join(names)}, {value}, {weight})", f"{names[1]} + {weight}"]
             away = " - ".join(["fj.finite_or_zero({0})", *(f"{{{3 + i}}}" for i in range(len(found.shifts)))])
-            end = self.row(f"fj.sum({{1}} + ({away}) * {{2}}, 1)", "sum")
+            end = self.row_sum(f"{{1}} + ({away}) * {{2}}")
         else:
             near, lines = self.mean_of_first_tile(found, outside)
             start += lines
             news = [f"{names[0]} + ({value} - {near})", f"{names[1]} + ({value} - {near}) * ({value} - {near})"]
-            sums = [self.row(f"fj.sum({{{i}}}, 1)", "sum") for i in range(2)]
+            sums = [self.row_sum(f"{{{i}}}") for i in range(2)]
             more, parts = ends.about(near, found) if ends else ([], [])
             sums = [f"{one} + {part}" for one, part in zip(sums, parts, strict=True)] if ends else sums
             end = f"fj.shifted_squares({', '.join(sums)}, {float(product(self.facts.cluster.reduce))})"
@@ -131,7 +132,7 @@ class LoopTape(ColumnTape):
         """
         lines = [line for n in self.facts.inside([found.value]) for line in self.statement(n)]
         left, name = f"tl.where(emask, {self.tile(found.value)} - {near}, 0.0)", self.fresh()
-        sums = [self.row(f"fj.sum({text}, 1)", "sum") for text in (name, f"{name} * {name}")]
+        sums = [self.row_sum(text) for text in (name, f"{name} * {name}")]
         return [*lines, f"{name} = {left}"], sums
 
     def mean_of_first_tile(self, found: Shifted, outside: LoopTape) -> tuple[str, list[str]]:
@@ -147,4 +148,4 @@ class LoopTape(ColumnTape):
         tile = self.facts.tiles["RBLOCK"]
         whole = min(many, tile // power_of_two(each)) * each if self.facts.cluster.segments else min(many * each, tile)
         count = f"tl.minimum({self.index.middle}, RBLOCK)" if self.facts.peel else str(float(whole))
-        return name, [*self.index.tile(0), *lines, f"{name} = {self.row(f'fj.sum({value}, 1)', 'sum')} / {count}"]
+        return name, [*self.index.tile(0), *lines, f"{name} = {self.row_sum(value)} / {count}"]

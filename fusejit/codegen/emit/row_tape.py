@@ -8,16 +8,13 @@ In: nodes in an order in which operands come first. Out: lines of Triton; a long
 
 from __future__ import annotations
 
-import math
-
 from ..ir.expr import Expr, Reduce, Scan, Segment, reduction
+from ..ir.reductions import INDEX_IDENTITY, Reduction, row_of, scanned_by
 from ..ir.size import product
-from ..ops.table import INDEX_IDENTITY, OPS, STORAGE
+from ..ops.table import STORAGE
 from ..passes.online import Shifted, shifted
 from .index import IndexSpace
 from .tape import Tape, number
-
-SCAN_COMBINES = {"cumsum": "sum", "cumprod": "prod", "cummax": "amax", "cummin": "amin", "logcumsumexp": "logaddexp"}
 
 
 class RowTape(Tape):
@@ -48,10 +45,11 @@ class RowTape(Tape):
         op = node.op.removesuffix("_at")
         names, lines = self.scanned.get((op, node.source, node.place), []), []
         if not names:
-            row, pair = OPS[SCAN_COMBINES[op]], op in ("cummax", "cummin")
-            first = row.identity(node.source.dtype) if row.identity else -math.inf
-            start, values = [number(first)], [self.tile(node.source)]
-            if pair:
+            row = scanned_by(op)
+            scan = row.scan
+            assert scan is not None
+            start, values = [number(row.identity(node.source.dtype))], [self.tile(node.source)]
+            if scan.places:
                 start, values = (
                     [*start, "0"],
                     [*values, f"tl.broadcast_to({self.text(node.place, index=True)}, [XBLOCK, RBLOCK])"],
@@ -61,25 +59,26 @@ class RowTape(Tape):
             names = self.scanned[op, node.source, node.place] = [self.fresh() for _ in values]
             given = [f"{n}_in" for n in names]
             lines = [f"{n} = {v}" for n, v in zip(given, values, strict=True)]
-            lines.append(f"{', '.join(names)} = fj.{op}({', '.join(given)}, 1, {node.reverse})")
+            lines.append(f"{', '.join(names)} = {scan.text(given, node.reverse)}")
             if self.facts.tiles["RBLOCK"] < product(self.facts.cluster.reduce):
                 types = [STORAGE[node.source.dtype].compute, "tl.int64" if self.facts.wide else "tl.int32"]
                 carries = [f"{n}_carry" for n in names]
                 self.carries += [
                     f"{c} = tl.full([XBLOCK, 1], {i}, {t})" for c, i, t in zip(carries, start, types, strict=False)
                 ]
-                lines.append(f"{', '.join(names)} = fj.{op}_combine({', '.join((*carries, *names))})")
+                lines.append(f"{', '.join(names)} = {scan.combined(*carries, *names)}")
                 ends = [f"{n}_end" for n in names]
-                lines.append(f"{', '.join(ends)} = {self.whole(op, given)}")
-                lines.append(f"{', '.join(carries)} = fj.{op}_combine({', '.join((*carries, *ends))})")
+                lines.append(f"{', '.join(ends)} = {self.whole(row, given)}")
+                lines.append(f"{', '.join(carries)} = {scan.combined(*carries, *ends)}")
         self.names[node] = f"{names[-1]}.to(tl.int64)" if node.op.endswith("_at") else names[0]
         return lines
 
-    def whole(self, op: str, given: list[str]) -> str:
+    def whole(self, row: Reduction, given: list[str]) -> str:
         """Return what a scan of a tile comes to at its end."""
         if len(given) == 1:
-            return f"fj.{SCAN_COMBINES[op].replace('logaddexp', 'logaddexp_reduce')}({given[0]}, 1)[:, None]"
-        return f"fj.{op}_whole({', '.join(given)}, 1)"
+            return f"{row.reduced(*given, axis=1)}[:, None]"
+        assert row.scan is not None
+        return f"fj.{row.scan.name}_whole({', '.join(given)}, 1)"
 
     def reduced(self, node: Reduce) -> str:
         """Reduce a whole row that is in registers."""
@@ -112,24 +111,28 @@ class RowTape(Tape):
         """Return what is left of x - mean along the tile: it adds up to `count` times the error of the mean."""
         rest, column = self.tile(found.deviation), self.index.column
         rest = f"tl.where({column}mask, {rest}, 0.0)" if self.index.masked(column) else rest
-        return self.row(f"fj.sum({rest}, 1)", "sum")
+        return self.row_sum(rest)
 
     def recentred(self, rest: str, squares: str) -> str:
         count = product(self.facts.cluster.reduce)
         return f"fj.shifted_squares({rest}, {squares}, {float(count) if isinstance(count, int) else f'({count})'})"
 
     def finish(self, node: Reduce, args: list[str]) -> str:
-        value = self.row(f"fj.{node.op}({', '.join(args)}, 1)", node.op)
+        value = self.row(row_of(node.op), *args)
         return f"{value}.to(tl.int64)" if len(args) == 2 else value
 
-    def row(self, reduced: str, op: str) -> str:
+    def row_sum(self, tile: str) -> str:
+        return self.row(row_of("sum"), tile)
+
+    def row(self, row: Reduction, *tiles: str) -> str:
         """Return a reduction of each row of the tile as one value a row.
 
         Of the one row of a peeled tile it is a scalar: as a tile it would lend the middle's layout to the ends, 8
         elements a thread.
         """
         scalar = self.facts.peel and self.facts.tiles["XBLOCK"] == 1
-        return f"{reduced}[:, None]" if not scalar else f"fj.{op.replace('arg', 'a')}({reduced}, 0)"
+        reduced = row.reduced(*tiles, axis=1)
+        return f"{reduced}[:, None]" if not scalar else row_of(row.place_of or row.name).reduced(reduced, axis=0)
 
     def tile(self, node: Expr) -> str:
         """Return a value as a whole tile, even if it is the same for all columns."""
@@ -141,16 +144,14 @@ class RowTape(Tape):
 
     def _segment(self, node: Segment) -> str:
         """Reduce each segment of the rows of a tile, in which every segment is whole."""
-        row, value, segments = OPS[node.op], self.tile(node.source), self.index.segments
-        assert row.identity is not None and segments is not None
+        row, value, segments = row_of(node.op), self.tile(node.source), self.index.segments
+        assert segments is not None
         if self.index.masked("r"):
             value = f"tl.where(rmask, {value}, {number(row.identity(node.source.dtype))})"
-        return f"fj.{node.op}(tl.reshape({value}, [XBLOCK, {segments.width}, {segments.padded}]), 2)"
+        return row.reduced(f"tl.reshape({value}, [XBLOCK, {segments.width}, {segments.padded}])", axis=2)
 
 
 def identities(node: Reduce) -> list[str]:
     """Return what changes nothing in a reduction: of its value, and of its place."""
-    row = OPS[node.op]
-    assert row.identity is not None
-    text = number(row.identity(node.args[0].dtype))
+    text = number(row_of(node.op).identity(node.args[0].dtype))
     return [text] if len(node.args) == 1 else [text, str(INDEX_IDENTITY)]

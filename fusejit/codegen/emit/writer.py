@@ -20,7 +20,7 @@ from ..ir.concretize import hinted, hinted_buffers, narrow, symbolic
 from ..ir.expr import Compute, Expr, Reduce, Scan, Segment
 from ..ir.graph import Buffer, Foreach
 from ..ir.size import AnySize, product, scope, scope_names
-from ..ops.table import OPS, STORAGE
+from ..ops.table import STORAGE
 from ..passes.block_reduction import numbered
 from ..passes.hazards import reads
 from ..schedule.choice import Schedule

@@ -40,9 +40,8 @@ from ..ir.expr import (
 )
 from ..ir.graph import Buffer, Extern, Foreach, Lowered, Refused
 from ..ir.layout import Affine, contiguous, strided
-from ..ir.signature import SPLITTABLE
+from ..ir.reductions import INDEX_IDENTITY, row_of, splits
 from ..ir.size import AnySize, Size, atom, product
-from ..ops.table import INDEX_IDENTITY, OPS
 from ..schedule.cost_model import pays_to_split
 from ..schedule.device import Device, machine
 from .online import Shifted, corrected, in_one_pass, linear, of_piece, own_shift, residual, shifted, weighted_count
@@ -53,7 +52,6 @@ LONG = {
 }  # elements a result, from which it pays: {column reduction: rows, row reduction: columns}
 FAR = 8  # so much longer rows than those from which it pays have a variant that is split, where this call's are shorter
 EVEN = 256  # pieces of a row that it is no multiple of begin at multiples of so many elements: wide loads
-PLACES = {"argmax": "amax", "argmin": "amin"}  # a partial result is a value and its place
 
 
 def split(lowered: Lowered, device: Device | None = None, numerics: str = "fast") -> Lowered:
@@ -120,7 +118,7 @@ def _pieces(cluster: Cluster, device: Device) -> int:
         or any(s.index or s.mode for s in cluster.stores)
     ):
         return 0
-    if any(n.op not in SPLITTABLE and n.op not in PLACES for n in reduces if cluster.levels[n] == 1):
+    if any(not splits(n.op) and not row_of(n.op).place_of for n in reduces if cluster.levels[n] == 1):
         return 0
     upright, programs = column_reduction(cluster), _programs(cluster)
     again = max(cluster.levels.values()) > 1 or any(
@@ -223,8 +221,7 @@ def padded(cluster: Cluster, pieces: int, length: AnySize) -> Cluster:
             mask = inside if node.mask is None else compute("logical_and", inside, node.mask, dtype=torch.bool)
             return load(node.buffer, node.layout, node.dtype, node.index, mask, node.fill)
         if isinstance(node, Reduce):
-            first = OPS[node.op].identity
-            assert first is not None
+            first = row_of(node.op).identity
             neutral = [first(node.args[0].dtype), INDEX_IDENTITY]
             args = [
                 compute("where", inside, a, const(n, a.dtype), dtype=a.dtype)
@@ -265,9 +262,9 @@ class _Partial:
     def whole(self, node: Expr) -> Expr:
         """Return a reduction of the row as one of its pieces' results."""
         assert isinstance(node, Reduce)
-        if node.op not in PLACES:
+        if not (best := row_of(node.op).place_of):
             return reduction(node.op, self.stored(node), dtype=node.dtype)
-        value = reduction(PLACES[node.op], node.args[0], dtype=node.args[0].dtype)
+        value = reduction(best, node.args[0], dtype=node.args[0].dtype)
         place = cast(self.stored(node), node.args[1].dtype)
         return reduction(node.op, self.stored(value), place, dtype=node.dtype)
 
@@ -354,7 +351,7 @@ def by_rows(whole: Cluster, rows: Cluster, first: bool, buffers: dict[str, Buffe
     """
     found = [n for n in whole.order if isinstance(n, Reduce)]
     along = [s for s in whole.stores if any((s.layout.strides or ())[len(whole.parallel) :]) or whole.full[s.value]]
-    if any(n.op not in SPLITTABLE for n in found) or max(whole.levels.values()) > 1 or scans(whole) or whole.segments:
+    if any(not splits(n.op) for n in found) or max(whole.levels.values()) > 1 or scans(whole) or whole.segments:
         raise Refused("a reduction of all rows that takes more than their partial results")
     if any(s.index or s.mode for s in (*whole.stores, *rows.stores)) or any(whole.levels[s.value] for s in along):
         raise Refused("what follows a reduction of all rows needs it finished")

@@ -20,7 +20,7 @@ from ..ir.concretize import hinted
 from ..ir.expr import Expr, Reduce, load, reduction, view
 from ..ir.graph import Buffer, Refused
 from ..ir.layout import contiguous, permute, strided
-from ..ir.signature import SPLITTABLE
+from ..ir.reductions import splits
 from ..ir.size import AnySize, atom, product
 from ..schedule.device import Device
 from ..schedule.registers import column_sums
@@ -80,7 +80,7 @@ def mix(
 
 def _check(row: Cluster, column: Cluster, column_first: bool) -> None:
     reduces = [n for n in column.order if isinstance(n, Reduce)]
-    if any(n.op not in SPLITTABLE for n in reduces) or max(column.levels.values(), default=0) > 1:
+    if any(not splits(n.op) for n in reduces) or max(column.levels.values(), default=0) > 1:
         raise Refused("column results of several reductions, one after the other, take several passes")
     if any(s.reduces for s in row.stores) or any(s.mode or s.index for s in column.stores):
         raise Refused("a result is scattered")
@@ -168,7 +168,7 @@ def is_of_rows(whole: Cluster, rows: Cluster) -> bool:
     """
     one = whole.reduce != () and product(whole.parallel) == 1 and product(whole.reduce) == product(rows.parallel)
     reduces = [n for n in whole.order if isinstance(n, Reduce)]
-    if not one or not reduces or any(n.op not in SPLITTABLE for n in reduces) or max(whole.levels.values()) > 1:
+    if not one or not reduces or any(not splits(n.op) for n in reduces) or max(whole.levels.values()) > 1:
         return False
     steps = [s for c in (whole, rows) for s in c.stores]
     plain = not any(s.index or s.mode for s in steps) and not any(
