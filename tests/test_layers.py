@@ -31,8 +31,8 @@ INSIDE = {
     "codegen/passes": "realize lower hazards align schedule online profitable block_reduction nested_reduction rfactor "
     "row_column "
     "fuse horizontal horizontal_reduction",
-    "codegen/emit": "kernel memory_plan facts index philox_tiles tape row_tape column_tape loop_tape peeled_tape pipelining "
-    "writer foreach program",
+    "codegen/emit": "kernel memory_plan facts index philox_tiles tape row_tape column_tape loop_tape peeled_tape "
+    "pipelining writer foreach program",
     "capture": "mutable source_lines pytree outputs memory_pattern state/ shapes/ scalar_tensors effect_ops "
     "scalar_index functorch "
     "record_op sort_graph arguments refused tracer guards/ regions/ compare_traces freeze dynamo",
