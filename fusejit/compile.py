@@ -125,7 +125,7 @@ def one_program(
         fused = clock("many", many(cats(fused), device))
     fused = clock("split", split(fused, device, options.numerics))
     if options.jit_level != "O1":
-        fused = clock("foreach", foreach(fused, device))
+        fused = clock("horizontal", foreach(fused, device))
     fused = in_memory(fused)
     note("fused", fused)
     kernels, tuned = clock("render", _kernels(fused, options, device))

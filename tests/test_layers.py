@@ -21,17 +21,18 @@ LAYERS = [
 # Inside a folder, from the ground up: files that import each other, and folders ("state/") where they stand between
 # files.
 INSIDE = {
-    "codegen/ir": "effects size layout expr cluster analysis concretize signature graph",
+    "codegen/ir": "effects size layout expr reductions cluster analysis concretize signature graph",
     "codegen/ops": "formulas table decompositions views builder random gather scan concat creation reductions "
     "scatter rules",
     "codegen/graph": "simplify conv_bias",
     "codegen/schedule": "access device registers choice unaligned_rows cost_model",
     "templates": "base pointwise pointwise_2d pointwise_row reduction_persistent reduction_looped "
-    "reduction_mixed table",
+    "reduction_mixed foreach foreach_reduction table",
     "codegen/passes": "realize lower hazards align schedule online profitable block_reduction nested_reduction rfactor "
     "row_column step_graph fusion_rules "
     "fuse horizontal horizontal_reduction",
-    "codegen/emit": "kernel philox_tiles memory_plan tape peeled_tape pipelining writer foreach program",
+    "codegen/emit": "kernel memory_plan facts index philox_tiles tape row_tape column_tape loop_tape peeled_tape "
+    "pipelining writer foreach program",
     "capture": "mutable source_lines pytree outputs memory_pattern fake_mode checkpoints state/ shapes/ scalar_tensors "
     "effect_ops scalar_index functorch foreach_members record_op sort_graph arguments refused tracer guards/ regions/ "
     "compare_traces freeze dynamo",
@@ -64,8 +65,6 @@ LARGE = {
     "capture/state/recorder:Recorder": 477,
     "capture/tracer:call": 55,
     "capture/tracer:run_body": 70,
-    "codegen/emit/tape:Tape": 452,
-    "codegen/emit/writer:Writer": 406,
     "compile:one_program": 51,
     "codegen/passes/lower:GraphLowering": 284,
     "frontend/branch_nodes:Loop": 258,

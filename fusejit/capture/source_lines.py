@@ -27,7 +27,7 @@ ROOTS = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
-BLOCKS = ROOTS[1] + "blocks.py"  # the functions that `fusejit bench` measures are a user's
+BLOCKS = os.path.join(ROOTS[1], "tools", "blocks.py")  # the functions that `fusejit bench` measures are a user's
 STDLIB = tuple({os.path.join(sysconfig.get_paths()[key], "") for key in ("stdlib", "platstdlib")})
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 ENGINES = re.compile(r"[/\\\\](numpy|sympy|mpmath|networkx|triton|functorch|torchgen|typing_extensions\.py)([/\\\\]|$)")

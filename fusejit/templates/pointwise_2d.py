@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from ..codegen.ir.analysis import LINE, fast_axis, operands, power_of_two
 from ..codegen.ir.cluster import Cluster
+from ..codegen.ir.concretize import hinted
+from ..codegen.ir.layout import permute
 from ..codegen.ir.size import product
 from ..codegen.schedule.choice import Schedule
 from ..codegen.schedule.device import Device
+from .base import COLUMN, ROW, Template, lines_and_columns
 
 ELEMENTS = 512  # of a tile, for each warp: 16 a thread
 
@@ -50,6 +53,30 @@ def tiles_2d(cluster: Cluster, device: Device) -> list[Schedule]:
     return [Schedule("pointwise_2d", (("YBLOCK", y), ("XBLOCK", x)), max(1, min(8, x * y // ELEMENTS)))]
 
 
-def two_fast_axes(cluster: Cluster) -> bool:
-    """Two operands of some size run fastest along different axes, both long enough for a tile."""
-    return not cluster.reduce and second_axis(cluster) is not None
+class Pointwise2d(Template[Cluster]):
+    name, prefix = "pointwise_2d", "tile"
+    begins = {
+        "y": "(tl.program_id(0) // {across}){wide} * YBLOCK",
+        "x": "(tl.program_id(0) % {across}){wide} * XBLOCK",
+    }
+    sides = {"y": COLUMN, "x": ROW}
+
+    def applies(self, cluster: Cluster) -> bool:
+        """Two operands of some size run fastest along different axes, both long enough for a tile."""
+        return not cluster.reduce and second_axis(cluster) is not None
+
+    def tiles(self, cluster: Cluster, device: Device) -> list[Schedule]:
+        return tiles_2d(cluster, device)
+
+    def groups(self, cluster: Cluster) -> dict[str, list[int]]:
+        return lines_and_columns(cluster)
+
+    def arranged(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with the second axis last but one."""
+        axis, rank = second_axis(hinted(cluster)), len(cluster.axes)
+        assert axis is not None
+        new = [*(a for a in range(rank) if a not in (axis, rank - 1)), axis, rank - 1]
+        return cluster.map(permute(cluster.axes, new), [cluster.axes[a] for a in new], [])
+
+
+TEMPLATE = Pointwise2d()

@@ -8,10 +8,15 @@ little waste.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..codegen.ir.analysis import row_operands
 from ..codegen.ir.cluster import Cluster
+from ..codegen.ir.size import AnySize
 from ..codegen.schedule.choice import Schedule
 from ..codegen.schedule.device import Device
+from . import pointwise
+from .base import Body, Template, lines_and_columns
 
 WASTE = 4  # the last tile of a row may stand over its end by one part in so many
 
@@ -35,3 +40,27 @@ def tile_row(cluster: Cluster, device: Device) -> list[Schedule]:
 def _parts(columns: int) -> list[int]:
     """Return the tiles, largest first, that a row is cut into without much standing over its end."""
     return [n for n in (1024, 512) if -columns % n * WASTE <= columns]
+
+
+class PointwiseRow(Template[Cluster]):
+    name, prefix = "pointwise_row", "line"
+    begins, sides = {"x": "first"}, {"x": ""}
+    scalars = frozenset("y")
+
+    def applies(self, cluster: Cluster) -> bool:
+        return rows_of_one_value(cluster)
+
+    def tiles(self, cluster: Cluster, device: Device) -> list[Schedule]:
+        return tile_row(cluster, device)
+
+    def varying(self, model: Cluster, length: AnySize, device: Device) -> Schedule:
+        return pointwise.TEMPLATE.varying(model, length, device)  # a row may come to end within a tile
+
+    def groups(self, cluster: Cluster) -> dict[str, list[int]]:
+        return lines_and_columns(cluster)
+
+    def fields(self, body: Body) -> dict[str, Any]:
+        return super().fields(body) | {"tiles": self.count("x", body.cluster, body.tiles)}
+
+
+TEMPLATE = PointwiseRow()

@@ -8,16 +8,22 @@ iterations.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from ..codegen.ir.analysis import column_reduction, columns_at_once, full, power_of_two
 from ..codegen.ir.cluster import Cluster
-from ..codegen.ir.size import product
+from ..codegen.ir.size import AnySize, most, product
 from ..codegen.schedule.access import crossing
 from ..codegen.schedule.choice import Schedule
 from ..codegen.schedule.device import Device
 from ..codegen.schedule.unaligned_rows import peel
+from .base import PROGRAM, Body, Reducing
 from .reduction_persistent import group_of
 
 STAGED = 65536  # bytes of shared memory for the stages of a loop
+LONG_TILE = 32  # elements of a thread from which a loop over segments keeps one sum for all of them
+LONG_LOOP = 1024  # what a loop whose length varies is tiled for, at least
 
 
 def _even_columns(cluster: Cluster) -> bool:
@@ -70,3 +76,36 @@ def tile_looped(cluster: Cluster, device: Device) -> list[Schedule]:
         for stages in ahead
         if stages == 1 or stages * block * moved <= STAGED
     ]
+
+
+class ReductionLooped(Reducing):
+    name, prefix = "reduction_looped", "loop"
+    begins = {"x": PROGRAM, "r": "start"}
+    loops = True
+
+    def applies(self, cluster: Cluster) -> bool:
+        return True
+
+    def tiles(self, cluster: Cluster, device: Device) -> list[Schedule]:
+        return tile_looped(cluster, device)
+
+    def varying(self, model: Cluster, length: AnySize, device: Device) -> Schedule:
+        if isinstance(length, int):
+            return self.choose(model, device)
+        known = max(product(model.reduce), min(LONG_LOOP, most(length)))  # as for longer ones
+        return self.choose(replace(model, reduce=(known, *(1 for _ in model.reduce[1:]))), device)
+
+    def adds_tiles_up(self, cluster: Cluster, tiles: Schedule) -> bool:
+        """Whether segments are long: beside so many elements a thread has no room for their sums."""
+        return cluster.segments > 0 and tiles["RBLOCK"] >= LONG_TILE * 32 * tiles.num_warps
+
+    def in_passes(self, columns: AnySize, tiles: Schedule) -> bool:
+        return True
+
+    def fields(self, body: Body) -> dict[str, Any]:
+        many, each = body.cluster.segment
+        columns = many * power_of_two(each) if body.cluster.segments else many * each
+        return {"passes": body.passes(), "span": body.loop(f"0, {columns}, RBLOCK"), "rows": []}
+
+
+TEMPLATE = ReductionLooped()

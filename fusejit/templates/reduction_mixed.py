@@ -8,14 +8,17 @@ registers.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..codegen.ir.analysis import full, power_of_two
 from ..codegen.ir.cluster import Cluster
-from ..codegen.ir.size import product
+from ..codegen.ir.size import AnySize, hint, product
 from ..codegen.schedule.access import crossing
 from ..codegen.schedule.choice import Schedule
 from ..codegen.schedule.device import Device
 from ..codegen.schedule.registers import column_sums
 from ..codegen.schedule.unaligned_rows import peel, tile_columns
+from .base import Body, Reducing
 from .reduction_persistent import fits_kept, group_of
 
 WALKED = 4096  # columns of a tile that 16 warps walk with
@@ -89,3 +92,26 @@ def refused_walk(cluster: Cluster, values: int) -> str:
 
 def _row_bytes(cluster: Cluster) -> int:
     return product(cluster.reduce) * max(n.dtype.itemsize for n in full(cluster))
+
+
+class ReductionMixed(Reducing):
+    name, prefix = "reduction_mixed", "both"
+    begins = {"x": "first", "r": "@ * RBLOCK"}
+
+    def applies(self, cluster: Cluster) -> bool:
+        return cluster.programs > 0
+
+    def tiles(self, cluster: Cluster, device: Device) -> list[Schedule]:
+        return tile_mixed(cluster, device)
+
+    def in_passes(self, columns: AnySize, tiles: Schedule) -> bool:
+        return columns > tiles["RBLOCK"]
+
+    def grid(self, cluster: Cluster, tiles: Schedule) -> tuple[int, int, int]:
+        return (hint(cluster.programs), 1, 1)
+
+    def fields(self, body: Body) -> dict[str, Any]:
+        return body.walk()
+
+
+TEMPLATE = ReductionMixed()

@@ -7,15 +7,19 @@ In: a cluster that reduces rows which registers hold, or short columns. Out: sch
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from ..codegen.ir.analysis import MAX_ROW, column_reduction, full, power_of_two, scans, used_again
 from ..codegen.ir.cluster import Cluster
 from ..codegen.ir.expr import Random, Scan
-from ..codegen.ir.size import product
+from ..codegen.ir.size import AnySize, product
 from ..codegen.schedule.access import at_least, crossing
 from ..codegen.schedule.choice import Schedule
 from ..codegen.schedule.device import Device
 from ..codegen.schedule.registers import column_sums, kept_values
 from ..codegen.schedule.unaligned_rows import Peel, peel, tile_columns
+from .base import PROGRAM, Body, Reducing
 
 WARP_VALUES = 32 * 4  # a tile that gives each lane of a warp 16 bytes of float32
 
@@ -167,3 +171,34 @@ def _columns_a_program(most: int, rows: int, device: Device) -> int:
     while most > 8 and rows // most < device.sms:
         most //= 2  # 8 columns are the 32 bytes that memory hands out at once
     return most
+
+
+class ReductionPersistent(Reducing):
+    name, prefix = "reduction_persistent", "row"
+    begins = {"x": PROGRAM, "r": "0"}
+
+    def applies(self, cluster: Cluster) -> bool:
+        return persistent(cluster)
+
+    def tiles(self, cluster: Cluster, device: Device) -> list[Schedule]:
+        return tile_persistent(cluster, device)
+
+    def varying(self, model: Cluster, length: AnySize, device: Device) -> Schedule:
+        """Return a schedule with a bucket for each power of two that the length of a row may fall under."""
+        tiles = self.choose(model, device)
+        if isinstance(length, int):
+            return tiles
+        longest = 1 << (MAX_ROW // max(1, model.held)).bit_length() - 1
+        if length > longest:  # not in this call; from now on an assumption
+            raise AssertionError("a persistent reduction was chosen for a row that is too long")
+        buckets = []
+        for limit in (1 << n for n in range(longest.bit_length())):
+            other = replace(model, reduce=(limit, *(1 for _ in model.reduce[1:])))
+            buckets.append((limit, replace(self.choose(other, device), choice=None)))
+        return replace(tiles, buckets=tuple(buckets))
+
+    def fields(self, body: Body) -> dict[str, Any]:
+        return {"rows": [body.kept_row()]} if body.tiles.keep else super().fields(body)
+
+
+TEMPLATE = ReductionPersistent()

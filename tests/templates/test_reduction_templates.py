@@ -4,8 +4,6 @@ reads once.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -392,17 +390,16 @@ def test_softmax_of_few_rows_for_h100(rows):
 @pytest.fixture
 def looped(monkeypatch):
     """Every row reduction is looped over, in tiles of 256 columns whose loads are ahead, and none is split."""
-    from fusejit.codegen.passes import rfactor, schedule
+    from fusejit.codegen.passes import rfactor
     from fusejit.codegen.schedule.choice import Schedule
     from fusejit.templates import table
 
-    def tiles(cluster, device):
-        return [Schedule("reduction_looped", (("XBLOCK", 2), ("RBLOCK", 256)), 4, num_stages=2)]
+    class Looped(type(table.named("reduction_looped"))):
+        def tiles(self, cluster, device):
+            return [Schedule(self.name, (("XBLOCK", 2), ("RBLOCK", 256)), 4, num_stages=2)]
 
-    rows = [t for t in table.TEMPLATES if t.name not in ("reduction_persistent", "reduction_looped")]
-    looped = table.TEMPLATE["reduction_looped"]
-    every = replace(looped, applies=lambda cluster: bool(cluster.reduce), tiles=tiles)
-    monkeypatch.setattr(schedule, "TEMPLATES", (rows[0], every, *rows[1:]))
+    rows = {n: t for n, t in table.TEMPLATES.items() if n != "reduction_persistent"}
+    monkeypatch.setattr(table, "TEMPLATES", rows | {"reduction_looped": Looped()})
     monkeypatch.setattr(rfactor, "_pieces", lambda *args: 0)
 
 

@@ -26,6 +26,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...codegen.ir.effects import alive, sequence
+from ...codegen.ir.reductions import REDUCTIONS, names, place_of
 from ...codegen.ops.builder import line_of
 from ...codegen.ops.decompositions import short
 from .emit import Parts
@@ -35,7 +36,13 @@ aten = torch.ops.aten
 FEW = 16  # values a row in which a region may end
 MOST = 64  # parts at most: each is a call in the graph
 ALIGNED = 64  # rows of a part are a multiple
-BOTH = {"max.dim": (aten.amax.default, aten.argmax.default), "min.dim": (aten.amin.default, aten.argmin.default)}
+BOTH = {
+    name: (getattr(aten, row.name).default, getattr(aten, place_of(row.name).name).default)
+    for row in REDUCTIONS.values()
+    for name in names(row.both)
+    if name.endswith(".dim")
+}
+"""{an op of a value and its place: the reductions to each}."""
 """Ops that give values of rows and their places, and what gives one of the two."""
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
+from ...codegen.ir.reductions import REDUCTIONS, names
 from ...codegen.ops.decompositions import short
 from ...codegen.ops.table import POINTWISE
 
@@ -36,24 +37,22 @@ RESHAPES = {
     "squeeze.dim",
 }
 FILLS = {"full_like.default", "zeros_like.default", "ones_like.default"}
-REDUCTIONS = {
-    "sum.dim_IntList",
-    "mean.dim",
-    "amax.default",
-    "amin.default",
-    "any.dim",
-    "any.dims",
-    "all.dim",
-    "all.dims",
-    "prod.dim_int",
-    "argmax.default",
-    "argmin.default",
-    "var.correction",
-}
 MADE = {"full.default", "expand.default"}
-SCANS = {"cumsum.default", "gather.default", "scatter.value", "scatter.src", "scatter_add.default"}
+SUMS = {"mean.dim", "var.correction"}  # formulas of a sum along dimensions
+INDEXED = {"gather.default", "scatter.value", "scatter.src", "scatter_add.default"}
 PRODUCTS = {"mm.default": 0, "addmm.default": 1}
 """Matrix products, and the operand whose rows are those of the result."""
+
+
+def reduces(name: str) -> bool:
+    """Whether an op reduces along dimensions that it is given, to one value."""
+    return name in SUMS or any(name in names(row.along) for row in REDUCTIONS.values())
+
+
+def runs(name: str) -> bool:
+    """Whether an op takes one dimension, along which each row is scanned or indexed by itself."""
+    scans = (row.scan for row in REDUCTIONS.values())
+    return name in INDEXED or any(scan and not scan.places and name == scan.aten for scan in scans)
 
 
 class NotLocal(Exception):
@@ -121,12 +120,12 @@ def local(node: Node, rows: Rows, region: set[Node]) -> Lead:
         return lead
     if name in RESHAPES:
         return lead
-    if name in REDUCTIONS:
+    if reduces(name):
         own = rows.lead(inside[0]) if inside else None
         if own is None or own != lead or any(d < len(own) for d in _dims(node)):
             raise NotLocal(f"{name} reduces along the rows")
         return lead
-    if name in SCANS and _dim(node) >= len(lead) or name in POINTWISE or name in FILLS or name in MADE:
+    if runs(name) and _dim(node) >= len(lead) or name in POINTWISE or name in FILLS or name in MADE:
         for operand in operands(node):
             numbered(operand, lead, node)
         if any(rows.lead(n) != lead or n.meta["val"].dim() != node.meta["val"].dim() for n in inside):
@@ -189,12 +188,12 @@ def arguments(node: Node, lead: Lead, rows: int, part: Callable[[Node], Any]) ->
         return target, (own, *node.args[1:]), dict(node.kwargs)
     args, named = torch.fx.node.map_arg((node.args, dict(node.kwargs)), part)
     kwargs = {k: v for k, v in named.items() if k != "memory_format"}
-    if name in REDUCTIONS:
+    if reduces(name):
         moved: Any = [d - len(lead) + 1 for d in _dims(node)]
         given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         args = (args[0], moved[0] if isinstance(given, int) else moved, *args[2:])
         kwargs.pop("dim", None)
-    if name in SCANS:
+    if runs(name):
         args = (args[0], _dim(node) - len(lead) + 1, *args[2:])
     return target, args, kwargs
 

@@ -17,18 +17,15 @@ each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
-from ..ir.analysis import power_of_two
+from ...templates.table import template_for
 from ..ir.expr import Load
 from ..ir.graph import Buffer, Foreach
-from ..schedule.choice import Schedule
 from ..schedule.device import Device, machine
 from .kernel import Kernel
-from .writer import Writer, finish
+from .writer import Writer, finish, note
 
 ROWS = 8  # rows of one block: every program tests each block, and each row of its own block
-MANY = 8  # tensors a row, from which a program takes fewer elements of each
 LINE = 120
 
 
@@ -36,7 +33,7 @@ def render_foreach(
     group: Foreach, buffers: dict[str, Buffer], numerics: str = "fast", device: Device | None = None
 ) -> Kernel:
     """Return the kernel of a group."""
-    tiles = tile(group, device or machine())
+    tiles = template_for(group).tiles(group, device or machine())[0]
     block, each = tiles.blocks[-1][1], group.chunk or tiles.blocks[-1][1]
     masked = any(row.size % block for row in group.rows)
     body = group.rows[0].body(2 * block + masked)
@@ -55,28 +52,13 @@ def render_foreach(
         first += -(-row.size // each)
     fields = {
         **writer.write(),
-        "note": f"{len(group.rows)} tensors: {writer.note(group.lines)}",
+        "note": f"{len(group.rows)} tensors: {note(group.lines)}",
         "params": list(_wrapped(parameters.values())),
         "table": _lookup(table, ", ".join(["first", "size", *(roles[number] for number in columns)])),
         "masked": masked,
         "chunk": group.chunk,
     }
-    tiles = replace(tiles, template="foreach_reduction") if group.chunk else tiles
     return finish(group, tiles, fields, buffers, tuple(parameters), (first, 1, 1), numerics)
-
-
-def tile(group: Foreach, device: Device) -> Schedule:
-    """Return how many elements a program, or one iteration of a reduction, takes: many, since it first walks through
-    all rows.
-    """
-    if group.chunk:
-        block = min(2048 if sum(s != 0 for s in group.rows[0].strides) > 2 else 4096, max(16, group.chunk))
-        return Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", block)), max(1, block // 512))
-    total = sum(row.size for row in group.rows)
-    tensors = sum(s != 0 for s in group.rows[0].strides)
-    block = next((b for b in ((2048,) if tensors <= MANY else ()) + (1024, 512) if total >= 2 * device.sms * b), 256)
-    block = max(16, min(block, power_of_two(max(row.size for row in group.rows))))
-    return Schedule("foreach", (("XBLOCK", block),), max(1, block // 512))
 
 
 def _parameters(group: Foreach, roles: list[str]) -> tuple[list[int], dict[str, str]]:

@@ -15,7 +15,6 @@ from ..ir.cluster import Cluster, Store
 from ..ir.expr import Iota, Load, postorder
 from ..ir.graph import Buffer, Foreach
 from ..ir.size import product
-from ..ops.table import OPS
 from ..schedule.choice import Schedule
 
 
@@ -86,7 +85,7 @@ def bytes_written(step: Cluster | Foreach, buffers: dict[str, Buffer]) -> int:
 
 
 def _written(store: Store, cluster: Cluster, buffers: dict[str, Buffer]) -> int:
-    reach = _reach(store, cluster.axes) * store.dtype.itemsize * (cluster.programs or 1 if store.mode in OPS else 1)
+    reach = _reach(store, cluster.axes) * store.dtype.itemsize * (cluster.programs or 1 if store.reduces else 1)
     return reach if not store.onto else min(reach, buffers[store.onto].bytes)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ...templates.table import named
 from ..ir.cluster import Cluster
 from ..ir.expr import Expr
 from ..ir.graph import Buffer, Extern, Foreach, Lowered, refs
@@ -141,8 +142,7 @@ def _passes(step: Cluster, kernel: Kernel) -> tuple[dict[Expr, int], dict[str, i
     """Return the pass that has each value, and {operand: the last pass that loads it}; nothing of a kernel that loads a
     row once.
     """
-    walks = kernel.template == "reduction_mixed" and product(step.reduce) > kernel.schedule["RBLOCK"]
-    if walks or kernel.template == "reduction_looped":
+    if named(kernel.template).in_passes(product(step.reduce), kernel.schedule):
         exact = not kernel.fp_fusion  # as it was rendered
         return in_one_pass(step, exact)[0], last_reads(step, exact=exact)
     return (step.levels, last_reads(step, one_pass=False)) if kernel.schedule.keep else ({}, {})

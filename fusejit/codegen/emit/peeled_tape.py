@@ -10,22 +10,23 @@ ends together.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..ir.cluster import Store
 from ..ir.expr import Expr, Reduce
-from .tape import Tape
+from .index import IndexSpace
+from .loop_tape import LoopTape
 
 
 class PeeledTape:
     """A tape for each of the two; what is one value a row is computed once."""
 
-    def __init__(self, writer: Any) -> None:
-        self.middle = Tape(writer)
-        self.ends = Tape(writer.ends, self.middle)
+    def __init__(self, index: IndexSpace) -> None:
+        assert index.ends is not None
+        self.facts = index.facts
+        self.middle = LoopTape(index)
+        self.ends = LoopTape(index.ends, self.middle)
 
     def statement(self, node: Expr) -> list[str]:
-        full = self.middle.writer.full[node]
+        full = self.facts.full[node]
         lines = self._reduction(node) if isinstance(node, Reduce) else self.middle.statement(node)
         if full:
             return lines + self.ends.statement(node)
@@ -35,7 +36,7 @@ class PeeledTape:
         return lines
 
     def _reduction(self, node: Reduce) -> list[str]:
-        whole = self.middle._finish(node, self.middle.guarded(node))
+        whole = self.middle.finish(node, self.middle.guarded(node))
         lines, text = self.ends.together(node, whole, self.middle.guarded(node), self.middle)
         found = self.middle.uncentred(node)
         if found:
@@ -44,17 +45,18 @@ class PeeledTape:
         return [*lines, f"{name} = {text}"]
 
     def store(self, store: Store) -> list[str]:
-        writer = self.middle.writer
-        along = any((store.layout.strides or ())[writer.split :]) or writer.full[store.value]
+        facts = self.facts
+        along = any((store.layout.strides or ())[facts.split :]) or facts.full[store.value]
         return self.middle.store(store) + (self.ends.store(store) if along else [])
 
     def column(self, store: Store, name: str) -> list[str]:
-        ends = self.ends.column(store, f"end{name}") if self.middle.writer.runs(store) else []
+        ends = self.ends.column(store, f"end{name}") if self.facts.runs(store) else []
         return self.middle.column(store, name) + ends
 
     def partial(self, store: Store, name: str) -> tuple[list[str], list[str]]:
         """Return the statements that begin a column sum, and those that write it."""
-        if not self.middle.writer.runs(store):
+        if not self.facts.runs(store):
             return self.middle.partial(store, name)
-        (first, last), (first_end, last_end) = self.middle.partial(store, name), self.ends.partial(store, f"end{name}")
+        first, last = self.middle.partial(store, name)
+        first_end, last_end = self.ends.partial(store, f"end{name}")
         return first + first_end, last + last_end

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from ...errors import KernelAssertion
+from ...templates.base import text_of
 from ..ir.graph import Buffer, Extern, Lowered, Ref
 from ..ir.size import Scope, hint
 from ..passes.fuse import Unfused
 from .kernel import Kernel
 from .memory_plan import Alloc, Free, Launch, Return, Step
-from .writer import _template
+from .writer import jinja_template
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Program:
         )
         fields = {"examples": examples, "allocators": allocators, "sized": any(k["tiles"] for k in shown)}
         fields["changes"] = any(part.changed for part in parts)
-        return _template("program").render(doc=doc, kernels=shown, functions=functions, **fields)
+        return jinja_template(text_of("program")).render(doc=doc, kernels=shown, functions=functions, **fields)
 
     @cached_property
     def _names(self) -> dict[int, str]:

@@ -17,10 +17,10 @@ from typing import Any
 from .cluster import Cluster, Store
 from .expr import Expr, Iota, Load, Random, Reduce, load, postorder, rewrite
 from .layout import Layout, permute, strided
+from .reductions import splits
 from .size import product
 
 LINE = (2,)  # the extent that stands for every size
-SPLITTABLE = {"sum", "prod", "amax", "amin", "any", "all"}  # reductions that are made of those of their pieces
 Place = tuple[str, int]  # a buffer and an offset in it
 
 
@@ -142,4 +142,4 @@ def _whole(cluster: Cluster) -> bool:
     ops = {node.op for node in cluster.order if isinstance(node, Reduce)}
     along = any(cluster.full[s.value] or any(s.layout.strides or ()) for s in cluster.stores)
     one = product(cluster.parallel) == 1 and max(cluster.levels.values(), default=0) == 1
-    return one and ops <= SPLITTABLE and not along
+    return one and all(map(splits, ops)) and not along

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from .table import POINTWISE, REDUCTIONS
+from ..ir.reductions import REDUCTIONS
+from .table import POINTWISE
 
 # Core ATen keeps these whole because they are one kernel in eager; as clusters they are only reductions and pointwise
 # ops.
@@ -104,7 +105,7 @@ def table() -> dict[torch._ops.OpOverload, Callable]:
         op = getattr(torch.ops.aten, name).default
         found[op] = _of_a_difference(found[op], signs=name.startswith("smooth"))
     found |= {op: _each(op) for op in _foreach_ops()}
-    own = POINTWISE.keys() | REDUCTIONS.keys() | {"sum.default", "all.default", "any.default"}
+    own = POINTWISE.keys() | {name for row in REDUCTIONS.values() for name in row.aten}
     return {op: rule for op, rule in found.items() if short(op) not in own and short(op).split(".")[0] not in WHOLE}
 
 

@@ -48,12 +48,13 @@ from ..ir.expr import (
     view,
 )
 from ..ir.layout import Affine, Reshape, contiguous, permute, strided
+from ..ir.reductions import place_of, row_of
 from ..ir.size import product
 from .builder import Lowering, Rule
 from .decompositions import short
 from .formulas import HALF
 from .gather import INDEX
-from .table import DTYPES, OPS
+from .table import DTYPES
 from .views import VIEWS
 
 
@@ -94,9 +95,8 @@ def reduce_to_buffer(
     rows = strided((*outer, *inner), [*(contiguous(outer).strides or ()), *([0] * len(inner))])
     if product(outer):
         if not product(inner):
-            row = OPS[op].identity
-            assert row is not None
-            value, inner, rows = const(row(x.dtype), dtype), (), contiguous(outer)
+            identity = row_of(op).identity
+            value, inner, rows = const(identity(x.dtype), dtype), (), contiguous(outer)
         elif product(inner) == 1:  # of one element: the element itself, at place 0
             value, inner, rows = const(0, dtype) if place else view([x], Reshape(outer))[0], (), contiguous(outer)
         else:
@@ -136,7 +136,7 @@ def reduce_rule(op: str) -> Rule:
         out, source = node.meta["val"], node.args[0].meta["val"]
         chosen = _dims(source.dim(), dims)
         x = low.values[node.args[0]]
-        inner = torch.bool if op in ("any", "all") else accumulator(out.dtype)
+        inner = torch.bool if row_of(op).truth else accumulator(out.dtype)
         x = (
             compute("ne", x, const(0, x.dtype), dtype=torch.bool)
             if inner is torch.bool and x.dtype is not torch.bool
@@ -238,7 +238,9 @@ def arg(op: str) -> Rule:
     return with_arguments(rule, ("dims", "keepdim"))
 
 
-def extremum(op: str, arg: str) -> Rule:
+def extremum(op: str) -> Rule:
+    arg = place_of(op).name
+
     def rule(low: Lowering, node: Node, dims: Any = None, keepdim: bool = False) -> Any:
         source = node.args[0].meta["val"]
         chosen = _dims(source.dim(), dims)
@@ -253,16 +255,14 @@ def extremum(op: str, arg: str) -> Rule:
 
 
 def is_reducible(op: str) -> Callable[[Node], bool]:
+    row = row_of(op)
+
     def check(node: Node) -> bool:
         out, source = node.meta["val"], node.args[0].meta["val"]
         out = out[0] if isinstance(out, (tuple, list)) else out
         if not source.numel():  # of nothing: torch knows which reductions are an error
-            return op in ("sum", "prod", "any", "all") and product(out.shape) == 0
-        return (
-            op in ("any", "all")
-            or (accumulator(out.dtype) if op not in ("argmax", "argmin") else accumulator(source.dtype))
-            in DTYPES[OPS[op].dtypes]
-        )
+            return row.of_nothing and product(out.shape) == 0
+        return row.truth or accumulator(source.dtype if row.place_of else out.dtype) in DTYPES[row.dtypes]
 
     return check
 

@@ -18,14 +18,16 @@ from torch.fx import Node
 from ..ir.cluster import Cluster, Store
 from ..ir.expr import Expr, Load, cast, postorder
 from ..ir.graph import Buffer
+from ..ir.reductions import REDUCTIONS, Reduction, names
 from ..ir.size import Size, product
 from .builder import CHECKS, REFUSALS, Lowering, Rule
 from .concat import PIECE_CHECKS, PIECES
 from .creation import arange, full, prims_iota, random_rule
 from .gather import INDEXING, INDEXING_CHECKS
 from .reductions import arg, extremum, is_reducible, mean, reduce_rule, var, var_and_mean, with_arguments
-from .scan import SCAN_CHECKS, SCANS
+from .scan import scan_check, scan_rule
 from .scatter import SCATTER_CHECKS, SCATTERS, refused
+from .table import OPS, reducing
 
 
 def _copy_(low: Lowering, node: Node) -> Expr:
@@ -68,12 +70,6 @@ RULES: dict[str, Rule] = {
     "mean.dim": with_arguments(mean, ("dims", "keepdim")),
     "var.correction": with_arguments(var, ("dims",)),
     "var_mean.correction": with_arguments(var_and_mean, ("dims",)),
-    "argmax.default": arg("argmax"),
-    "argmin.default": arg("argmin"),
-    "max.dim": extremum("amax", "argmax"),
-    "min.dim": extremum("amin", "argmin"),
-    "max.default": extremum("amax", "argmax"),
-    "min.default": extremum("amin", "argmin"),
     "full.default": full(lambda n: n.args[1]),
     "full_like.default": full(lambda n: n.args[1]),
     "scalar_tensor.default": full(lambda n: n.args[0]),
@@ -100,33 +96,30 @@ RULES: dict[str, Rule] = {
     **PIECES,
     **INDEXING,
     **SCATTERS,
-    **SCANS,
 }
-for _op, _overloads in {
-    "sum": "default dim_IntList",
-    "prod": "default dim_int",
-    "any": "default dim dims",
-    "all": "default dim dims",
-}.items():
-    for _name in _overloads.split():
-        RULES[f"{_op}.{_name}"] = reduce_rule(_op)
-for _op in ("amax", "amin"):
-    RULES[f"{_op}.default"] = reduce_rule(_op)
-CHECKS |= {
-    name: is_reducible(
-        {"mean": "sum", "var": "sum", "var_mean": "sum", "max": "amax", "min": "amin"}.get(
-            name.split(".")[0], name.split(".")[0]
-        )
-    )
-    for name in RULES
-    if name.split(".")[0]
-    in ("mean", "var", "var_mean", "max", "min", "sum", "prod", "any", "all", "amax", "amin", "argmax", "argmin")
-}
+CHECKS |= dict.fromkeys(
+    ("mean.default", "mean.dim", "var.correction", "var_mean.correction"), is_reducible("sum")
+)  # formulas of sums
+
+
+def register(row: Reduction) -> None:
+    """Let the overloads of a reduction, and of its scan, be lowered as its row says."""
+    REDUCTIONS[row.name], OPS[row.name] = row, reducing(row)
+    rule, check = (arg if row.place_of else reduce_rule)(row.name), is_reducible(row.name)
+    for name in names(", ".join(part for part in (row.along, row.whole) if part)):
+        RULES[name], CHECKS[name] = rule, check
+    for name in names(row.both):
+        RULES[name], CHECKS[name] = extremum(row.name), check
+    if row.scan:
+        RULES[row.scan.aten], CHECKS[row.scan.aten] = scan_rule(row.scan), scan_check(row.scan)
+
+
+for _row in list(REDUCTIONS.values()):
+    register(_row)
 CHECKS |= {
     **PIECE_CHECKS,
     **INDEXING_CHECKS,
     **SCATTER_CHECKS,
-    **SCAN_CHECKS,
     "copy_.default": lambda n: n.args[0].op == "placeholder",
     "arange.start_step": lambda n: all(
         isinstance(a, (int, Size)) or n.meta["val"].dtype.is_floating_point for a in n.args

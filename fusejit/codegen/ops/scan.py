@@ -25,6 +25,7 @@ from torch.fx import Node
 from ..ir.cluster import Cluster, Store
 from ..ir.expr import cast, iota, scan, view
 from ..ir.layout import flip, permute, strided
+from ..ir.reductions import Running
 from ..ir.size import product
 from .builder import Lowering, Rule
 from .decompositions import short
@@ -34,7 +35,9 @@ from .table import DTYPES
 INDEX = torch.int64
 
 
-def _scan(op: str, results: int = 1) -> Rule:
+def scan_rule(running: Running) -> Rule:
+    op, results = running.name, 2 if running.places else 1
+
     def rule(low: Lowering, node: Node, *_: Any, **__: Any) -> Any:
         source, dim = node.args[0], _dim(node)
         outs = node.meta["val"] if results == 2 else (node.meta["val"],)
@@ -74,21 +77,16 @@ def _dim(node: Node) -> int:
     return dim % max(1, node.args[0].meta["val"].dim())
 
 
-def _is_scannable(node: Node) -> bool:
+def _is_scannable(node: Node, dtypes: str) -> bool:
     out, source = node.meta["val"], node.args[0].meta["val"]
     out = out[0] if isinstance(out, (tuple, list)) else out
     return (
         source.dim() > 0
         and source.shape[_dim(node)] > 1
         and product(source.shape) > 0
-        and out.dtype in DTYPES["number"]
+        and out.dtype in DTYPES["number"] & DTYPES[dtypes]
     )
 
 
-SCANS: dict[str, Rule] = {
-    "cumsum.default": _scan("cumsum"), "cumprod.default": _scan("cumprod"),
-    "cummax.default": _scan("cummax", 2), "cummin.default": _scan("cummin", 2),
-    "logcumsumexp.default": _scan("logcumsumexp"),
-}  # fmt: skip
-SCAN_CHECKS: dict[str, Callable[[Node], bool]] = dict.fromkeys(SCANS, _is_scannable)
-SCAN_CHECKS["logcumsumexp.default"] = lambda node: _is_scannable(node) and node.meta["val"].dtype in DTYPES["float"]
+def scan_check(running: Running) -> Callable[[Node], bool]:
+    return lambda node: _is_scannable(node, running.dtypes)

@@ -26,6 +26,7 @@ import torch
 
 from ...errors import Unsupported
 from ..ir.expr import Expr, cast, compute, const
+from ..ir.reductions import REDUCTIONS, Reduction, names
 from ..ir.size import Size, hint
 from . import formulas as f
 from .formulas import formula, working
@@ -64,7 +65,6 @@ class Op:
 
     Args:
         name: what `Compute.op` or `Reduce.op` says.
-        kind: "pointwise" or "reduction".
         spelling: Triton text of one call, operands as {0}, {1}, ...; "" where `build` always expands to other rows.
         aten: the overloads that this row implements, as "add.Tensor" (torch.ops.aten) or "prims.add.default".
         rule: a key of RULES.
@@ -73,11 +73,10 @@ class Op:
         weight: its size in a kernel, in additions.
         expensive: worth a buffer rather than being computed again by each reader.
         exact: the spelling with `numerics="eager"`, where it differs.
-        identity: reductions only: identity(dtype) is the number that changes nothing.
+        reduces: whether it is a reduction: all else of that is in its row of ir/reductions.py.
     """
 
     name: str
-    kind: str
     spelling: str
     aten: tuple[str, ...] = ()
     rule: str = "promote"
@@ -85,7 +84,7 @@ class Op:
     build: Callable[..., Expr] | None = None
     weight: int = 1
     exact: str = ""
-    identity: Callable[[torch.dtype], bool | int | float] | None = None
+    reduces: bool = False
 
     @property
     def expensive(self) -> bool:
@@ -172,17 +171,8 @@ def cast_spelling(source: torch.dtype, target: torch.dtype, implicit: bool = Fal
     return rounds.format(text)
 
 
-def _names(overloads: str) -> tuple[str, ...]:
-    """Expand "add: Tensor Scalar" into overload names; a bare "exp" is "exp.default"."""
-    names: list[str] = []
-    for part in overloads.split(","):
-        name, _, rest = part.strip().partition(":")
-        names += [f"{name}.{o}" for o in (rest.split() or ["default"])] if name else []
-    return tuple(names)
-
-
 def _row(name: str, spelling: str, overloads: str = "", dtypes: str = "number", weight: int = 1, **more: Any) -> Op:
-    return Op(name, "pointwise", spelling, _names(overloads), dtypes=dtypes, weight=weight, **more)
+    return Op(name, spelling, names(overloads), dtypes=dtypes, weight=weight, **more)
 
 
 def _unary(name: str, spelling: str = "", overloads: str = "", weight: int = 2) -> Op:
@@ -190,7 +180,7 @@ def _unary(name: str, spelling: str = "", overloads: str = "", weight: int = 2) 
 
 
 def _formula(overloads: str, text: str, dtypes: str = "float", weight: int = 4, rule: str = "float") -> Op:
-    name = _names(overloads)[0].partition(".")[0]
+    name = names(overloads)[0].partition(".")[0]
     return _row(name, "", overloads, dtypes, weight, rule=rule, build=formula(text))
 
 
@@ -494,35 +484,6 @@ _PRIMS = {
 }
 
 
-def _lowest(dtype: torch.dtype) -> bool | int | float:
-    return False if dtype is torch.bool else -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _highest(dtype: torch.dtype) -> bool | int | float:
-    return True if dtype is torch.bool else float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
-
-
-def _reduction(
-    name: str, overloads: str, dtypes: str, identity: Callable[[torch.dtype], bool | int | float], weight: int = 2
-) -> Op:
-    return Op(
-        name, "reduction", f"fj.{name}({{0}}, {{1}})", _names(overloads), "promote", dtypes, None, weight, "", identity
-    )
-
-
-# fj.<name>(tile, axis) reduces one axis of a tile; fj.<name>_combine(acc, tile) accumulates elementwise in looped
-# kernels.
-# Arg-reductions: fj.argmax(values, indices, axis) -> index, fj.argmax_combine(acc_v, acc_i, v, i) -> (v, i).
-_REDUCTIONS = [
-    _reduction("sum", "sum: default dim_IntList, prims.sum", "number", lambda dtype: 0),
-    _reduction("prod", "prod: default dim_int, prims.prod", "number", lambda dtype: 1, 4),
-    _reduction("amax", "amax, max, prims.amax", "any", _lowest),
-    _reduction("amin", "amin, min, prims.amin", "any", _highest),
-    _reduction("any", "any: default dim dims", "any", lambda dtype: False),
-    _reduction("all", "all: default dim dims", "any", lambda dtype: True),
-    _reduction("argmax", "argmax", "number", _lowest, 6),
-    _reduction("argmin", "argmin", "number", _highest, 6),
-]
 _PLACEMENT = {
     "dtype",
     "layout",
@@ -531,12 +492,15 @@ _PLACEMENT = {
     "non_blocking",
     "memory_format",
 }  # the caller's business, not the value's
-INDEX_IDENTITY = 2**31 - 1  # the start of an arg-reduction's index: it loses every tie
 
-_ALL = [*_ROWS, *_REDUCTIONS]
-OPS: dict[str, Op] = {row.name: row for row in _ALL}
-POINTWISE: dict[str, Op] = {n: row for row in _ALL if row.kind == "pointwise" for n in (*row.aten, *_prims(row))}
-REDUCTIONS: dict[str, Op] = {n: row for row in _ALL if row.kind == "reduction" for n in row.aten}
+
+def reducing(row: Reduction) -> Op:
+    """Return a reduction as an op of this table."""
+    return Op(row.name, row.reduced("{0}", axis=1), row.aten, dtypes=row.dtypes, weight=row.weight, reduces=True)
+
+
+OPS: dict[str, Op] = {row.name: row for row in (*_ROWS, *map(reducing, REDUCTIONS.values()))}
+POINTWISE: dict[str, Op] = {n: row for row in _ROWS for n in (*row.aten, *_prims(row))}
 
 
 def result_type(args: Sequence[Any]) -> torch.dtype:
@@ -607,12 +571,12 @@ def _number(value: Any, dtype: torch.dtype) -> Expr:
 __all__ = [
     "OPS",
     "POINTWISE",
-    "REDUCTIONS",
     "RULES",
     "STORAGE",
     "Op",
     "Storage",
     "cast_spelling",
     "lower_pointwise",
+    "reducing",
     "result_type",
 ]

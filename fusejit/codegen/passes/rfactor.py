@@ -40,9 +40,8 @@ from ..ir.expr import (
 )
 from ..ir.graph import Buffer, Extern, Foreach, Lowered, Refused
 from ..ir.layout import Affine, contiguous, strided
-from ..ir.signature import SPLITTABLE
+from ..ir.reductions import INDEX_IDENTITY, row_of, splits
 from ..ir.size import AnySize, Size, atom, hint, most, product
-from ..ops.table import INDEX_IDENTITY, OPS
 from ..schedule.cost_model import pays_to_split
 from ..schedule.device import Device, machine
 from .online import Shifted, corrected, in_one_pass, linear, of_piece, own_shift, residual, shifted, weighted_count
@@ -53,7 +52,6 @@ LONG = {
 }  # elements a result, from which it pays: {column reduction: rows, row reduction: columns}
 FAR = 8  # so much longer rows than those from which it pays have a variant that is split, where this call's are shorter
 EVEN = 256  # pieces of a row that it is no multiple of begin at multiples of so many elements: wide loads
-PLACES = {"argmax": "amax", "argmin": "amin"}  # a partial result is a value and its place
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
@@ -64,26 +62,31 @@ class Policy:
     """Why a reduction is made of those of its pieces, and what it has to be for that.
 
     Attributes:
-        pieces: what the pieces are. ops: the reductions that may be combined, `beneath`: of those that wait for no
-            other only. passes: how many reductions may stand one above the other, 0 for any number.
+        pieces: what the pieces are. places: whether reductions to a place are combined too. beneath: whether only those
+            that wait for no other have to be.
+        passes: how many reductions may stand one above the other, 0 for any number.
         whole: whether a cluster that is cut already (programs, segments, scans) is no such reduction.
         why, scattered: the reasons that a refused one has.
     """
 
     name: str
     pieces: str
-    ops: frozenset[str] = frozenset(SPLITTABLE)
+    places: bool = False
     beneath: bool = False
     passes: int = 1
     whole: bool = True
     why: str = "a reduction that is not made of those of its pieces"
     scattered: str = "a result is scattered"
 
+    def combines(self, op: str) -> bool:
+        """Whether results of pieces give the result of the whole."""
+        return splits(op) or self.places and bool(row_of(op).place_of)
+
     def unfit(self, cluster: Cluster) -> str:
         """Return why a cluster is no reduction that this policy cuts, or ""."""
         ops = {n.op for n in reductions(cluster) if not self.beneath or cluster.levels[n] == 1}
         levels = max(cluster.levels.values(), default=0)
-        if ops - self.ops or self.passes and levels > self.passes or self.whole and is_cut(cluster):
+        if not all(map(self.combines, ops)) or self.passes and levels > self.passes or self.whole and is_cut(cluster):
             return self.why
         return self.scattered if cluster.scatters else ""
 
@@ -91,7 +94,7 @@ class Policy:
 FEW_PROGRAMS = Policy(
     "few programs",
     "as many as keep the device busy",
-    ops=frozenset({*SPLITTABLE, *PLACES}),
+    places=True,
     beneath=True,
     passes=0,
 )
@@ -292,8 +295,7 @@ def padded(cluster: Cluster, pieces: int, length: AnySize) -> Cluster:
             mask = inside if node.mask is None else compute("logical_and", inside, node.mask, dtype=torch.bool)
             return load(node.buffer, node.layout, node.dtype, node.index, mask, node.fill)
         if isinstance(node, Reduce):
-            first = OPS[node.op].identity
-            assert first is not None
+            first = row_of(node.op).identity
             neutral = [first(node.args[0].dtype), INDEX_IDENTITY]
             args = [
                 compute("where", inside, a, const(n, a.dtype), dtype=a.dtype)
@@ -334,9 +336,9 @@ class _Partial:
     def whole(self, node: Expr) -> Expr:
         """Return a reduction of the row as one of its pieces' results."""
         assert isinstance(node, Reduce)
-        if node.op not in PLACES:
+        if not (best := row_of(node.op).place_of):
             return reduction(node.op, self.stored(node), dtype=node.dtype)
-        value = reduction(PLACES[node.op], node.args[0], dtype=node.args[0].dtype)
+        value = reduction(best, node.args[0], dtype=node.args[0].dtype)
         place = cast(self.stored(node), node.args[1].dtype)
         return reduction(node.op, self.stored(value), place, dtype=node.dtype)
 

@@ -11,25 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 from ...templates.base import Template
-from ...templates.pointwise import tile_pointwise
-from ...templates.pointwise_row import tile_row
-from ...templates.reduction_looped import tile_looped
-from ...templates.reduction_persistent import tile_persistent
-from ...templates.table import TEMPLATES
-from ..ir.analysis import MAX_ROW, column_reduction, footprint, scans, spanned
+from ...templates.table import for_any_length, template_for
+from ..ir.analysis import column_reduction, footprint, scans, spanned
 from ..ir.cluster import Cluster, analysis
 from ..ir.concretize import hinted
 from ..ir.expr import Iota, Load, Segment
 from ..ir.layout import permute
 from ..ir.size import AnySize, hint, most, product
 from ..schedule.choice import Choice, Schedule
-from ..schedule.cost_model import choose
 from ..schedule.device import Device, machine
 
 ADDING = (
     16  # bytes that additions in memory weigh: neighbours of one thread are one of them, half types alone a loop each
 )
-LONG_LOOP = 1024  # what a loop whose length varies is tiled for, at least
 MANY_ROWS = (
     4096  # what rows that are shared by programs are tiled for, where their number varies and the device was not full
 )
@@ -47,10 +41,10 @@ def scheduled(cluster: Cluster, device: Device) -> tuple[Cluster, Schedule]:
         cluster.coalesced
     ).coalesced  # joined first: axes that are one in memory are not torn apart for a small operand
     model = hinted(ordered)
-    template = next(t for t in TEMPLATES if t.applies(model))
+    template = template_for(model)
     if model is not ordered:
         return ordered, varying(ordered, model, template, device)
-    return ordered, choose(ordered, template.tiles(ordered, device), device)
+    return ordered, template.choose(ordered, device)
 
 
 def microseconds(cluster: Cluster, device: Device) -> float:
@@ -65,38 +59,18 @@ def costs(cluster: Cluster, device: Device) -> Choice:
     return choice
 
 
-def varying(cluster: Cluster, model: Cluster, template: Template, device: Device) -> Schedule:
-    """Return the schedule of a cluster whose sizes vary: good for larger ones too, and right for all.
-
-    Where a row is kept in registers, there is one for each power of two that its length may fall under.
-    """
-    columns, length = product(cluster.reduce), product(model.reduce)
+def varying(cluster: Cluster, model: Cluster, template: Template[Any], device: Device) -> Schedule:
+    """Return the schedule of a cluster whose sizes vary: good for larger ones too, and right for all."""
+    columns = product(cluster.reduce)
     if cluster.programs:
         by = taller(product(cluster.parallel), device)
         model = tall(replace(model, programs=most(cluster.programs)), by)
     # of few rows of one pass none gains from registers, and each may be long: pieces of one that was split are such
     # rows
     few = isinstance(product(cluster.parallel), int) and product(cluster.parallel) <= 2 * device.sms and not model.held
-    if not isinstance(columns, int) and (
-        column_reduction(model) or template.tiles is tile_looped or few and model.reduce
-    ):  # as for longer ones
-        other = replace(model, reduce=(max(length, min(LONG_LOOP, most(columns))), *(1 for _ in model.reduce[1:])))
-        return choose(other, tile_looped(other, device), device)
-    flat = template.tiles is tile_row  # a row may come to end within a tile
-    tiles = choose(model, (tile_pointwise if flat else template.tiles)(model, device), device)
-    if tiles.template == "pointwise":  # a block for this call alone would be a small one
-        block = max(256, tiles["XBLOCK"])
-        return replace(tiles, blocks=(("XBLOCK", block),), num_warps=block // 256)
-    if tiles.template != "reduction_persistent" or isinstance(columns, int):
-        return tiles
-    longest = 1 << (MAX_ROW // max(1, model.held)).bit_length() - 1
-    if columns > longest:  # not in this call; from now on an assumption
-        raise AssertionError("a persistent reduction was chosen for a row that is too long")
-    found = []
-    for limit in (1 << n for n in range(longest.bit_length())):
-        other = replace(model, reduce=(limit, *(1 for _ in model.reduce[1:])))
-        found.append((limit, replace(choose(other, tile_persistent(other, device), device), choice=None)))
-    return replace(tiles, buckets=tuple(found))
+    if not isinstance(columns, int) and (column_reduction(model) or few and model.reduce):
+        template = for_any_length()
+    return template.varying(model, columns, device)
 
 
 def taller(rows: AnySize, device: Device) -> int:

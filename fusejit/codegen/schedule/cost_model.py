@@ -21,30 +21,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from ..ir.analysis import full, loads_of, row_operands, traffic, widest
+from ..ir.analysis import full, traffic, widest
 from ..ir.cluster import Cluster
+from ..ir.expr import Expr
 from ..ir.size import product
 from .choice import ALONE, BARRIER_WAIT, FIXED, GATHER_WAIT, ISSUE_WAIT, MEMORY_WAIT, WARP_WAIT, Choice, Cost, Schedule
 from .device import Device
 from .registers import column_sums, held_values, walked
 
-LONG_TILE = 32  # elements of a thread from which a loop over segments keeps one sum for all of them
+
+class Costs(Protocol):
+    """What the model asks of the template that a schedule is for."""
+
+    def single(self, cluster: Cluster) -> set[Expr]:
+        """Return the loads whose elements are each checked and loaded by themselves."""
+
+    def adds_tiles_up(self, cluster: Cluster, tiles: Schedule) -> bool:
+        """Whether a loop reduces each tile to one value at once, instead of keeping a tile of partial results."""
 
 
-def choose(cluster: Cluster, candidates: Sequence[Schedule], device: Device) -> Schedule:
+def choose(cluster: Cluster, candidates: Sequence[Schedule], device: Device, template: Costs) -> Schedule:
     """Return the candidate with the least cost, with the `Choice` that it was; of equals the one that waits least, then
     the first.
     """
     moved, again = traffic(cluster)
     memory = moved / device.bandwidth * 1e6
-    costs = [estimate(cluster, s, device, memory, again) for s in candidates]
+    costs = [estimate(cluster, s, device, memory, again, template) for s in candidates]
     ranked = sorted(costs, key=lambda c: (not c.resident, round(c.us, 2), round(c.waits, 2)))
     choice = Choice(device, moved, memory, tuple(ranked))
     return replace(ranked[0].schedule, choice=choice)
 
 
-def estimate(cluster: Cluster, tiles: Schedule, device: Device, memory: float, again: int) -> Cost:
+def estimate(cluster: Cluster, tiles: Schedule, device: Device, memory: float, again: int, template: Costs) -> Cost:
     """Return what one schedule takes; `memory` are the microseconds of its bytes, `again` the bytes that a loop reads a
     second time.
     """
@@ -57,7 +67,7 @@ def estimate(cluster: Cluster, tiles: Schedule, device: Device, memory: float, a
     threads = 32 * tiles.num_warps
     each = max(1, tile // threads)
     looped = "RBLOCK" in blocks and blocks["RBLOCK"] < columns
-    registers = FIXED + _registers(cluster, tiles, each, columns // threads, looped)
+    registers = FIXED + _registers(cluster, tiles, each, columns // threads, looped, template)
     most = min(255, device.registers // threads)
     fit = min(32, 64 // tiles.num_warps, device.registers // (registers * threads)) if registers <= most else 0
     levels = max(cluster.levels.values(), default=0)
@@ -66,7 +76,7 @@ def estimate(cluster: Cluster, tiles: Schedule, device: Device, memory: float, a
     ahead = max(
         1, min(tiles.num_stages, rounds // (levels + 1) if looped else rounds)
     )  # a loop of one round has nothing to load early
-    wait = rounds * (MEMORY_WAIT / ahead + each * _issue(cluster, tiles.template)) + levels * (
+    wait = rounds * (MEMORY_WAIT / ahead + each * _issue(len(template.single(cluster)))) + levels * (
         WARP_WAIT + BARRIER_WAIT * (tiles.num_warps - 1).bit_length()
     )
     small = max(1.0, 16 / (each * widest(cluster)))  # accesses of less than 16 bytes take more instructions
@@ -83,7 +93,7 @@ def _share(programs: int, device: Device) -> float:
     return min(1.0, ALONE * programs / device.sms)
 
 
-def _registers(cluster: Cluster, tiles: Schedule, each: int, row: int, looped: bool) -> int:
+def _registers(cluster: Cluster, tiles: Schedule, each: int, row: int, looped: bool, template: Costs) -> int:
     """Return what a thread's values take: `each` of a tile, and `row` of a whole row, whose column sums a walk keeps
     beside its tiles.
     """
@@ -91,28 +101,14 @@ def _registers(cluster: Cluster, tiles: Schedule, each: int, row: int, looped: b
         return row * column_sums(cluster) + each * walked(cluster)
     return (
         each * walked(cluster)
-        if adds_tiles_up(cluster, tiles)
+        if template.adds_tiles_up(cluster, tiles)
         else int(each * held_values(cluster, looped, tiles.keep))
     )
 
 
-def adds_tiles_up(cluster: Cluster, tiles: Schedule) -> bool:
-    """Whether a loop over long segments sums each tile to one value: beside so many elements a thread has no room for
-    their sums.
-    """
-    return (
-        cluster.segments > 0
-        and tiles.template == "reduction_looped"
-        and tiles["RBLOCK"] >= LONG_TILE * 32 * tiles.num_warps
-    )
-
-
-def _issue(cluster: Cluster, template: str) -> float:
-    """Return the microseconds that a thread takes for each of its values: one that is gathered is checked and loaded by
-    itself.
-    """
-    single = {n for n in loads_of(cluster) if n.index} | (row_operands(cluster) if template == "pointwise" else set())
-    return ISSUE_WAIT + GATHER_WAIT * len(single)
+def _issue(single: int) -> float:
+    """Return the microseconds that a thread takes for each of its values, of which so many are loaded by themselves."""
+    return ISSUE_WAIT + GATHER_WAIT * single
 
 
 def pays_to_split(cluster: Cluster, passes: int, device: Device) -> bool:

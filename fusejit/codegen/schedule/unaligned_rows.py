@@ -21,10 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..ir.cluster import Cluster, analysis
-from ..ir.expr import Load, Random, Reduce, Scan
+from ..ir.expr import Load, Random, Scan
 from ..ir.layout import Layout
 from ..ir.size import product
-from ..ops.table import OPS
 from .access import crossing
 
 GROUP_BYTES = 16
@@ -93,10 +92,8 @@ def place(layout: Layout, parallel: int, group: int) -> tuple[int, ...]:
 
 
 def _combined_by_parts(cluster: Cluster) -> bool:
-    whole = any(
-        isinstance(n, (Random, Scan)) for n in cluster.order
-    )  # drawn four at a time, or handed on, along a whole tile
-    return not whole and all(OPS[n.op].identity is not None for n in cluster.order if isinstance(n, Reduce))
+    # those are drawn four at a time, or handed on, along a whole tile
+    return not any(isinstance(n, (Random, Scan)) for n in cluster.order)
 
 
 def _stands_still(found: Peel, cluster: Cluster) -> bool:

@@ -4,8 +4,6 @@ for an H100.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,18 +95,16 @@ def test_norm_backward_of_odd_rows(f, monkeypatch):
 @pytest.fixture
 def looped(monkeypatch):
     """Every row reduction is looped over in tiles of 128 columns."""
-    from fusejit.codegen.passes import schedule
     from fusejit.codegen.schedule.choice import Schedule
     from fusejit.templates import table
 
-    def tiles(cluster, device):
-        found = peel(cluster)
-        return [Schedule("reduction_looped", (("XBLOCK", 1), ("RBLOCK", 128)), 4, 2, peel=found.group if found else 0)]
+    class Looped(type(table.named("reduction_looped"))):
+        def tiles(self, cluster, device):
+            found = peel(cluster)
+            return [Schedule(self.name, (("XBLOCK", 1), ("RBLOCK", 128)), 4, 2, peel=found.group if found else 0)]
 
-    looped = table.TEMPLATE["reduction_looped"]
-    every = replace(looped, applies=lambda cluster: bool(cluster.reduce), tiles=tiles)
-    kept = [t for t in table.TEMPLATES if t.name not in ("reduction_persistent", "reduction_looped")]
-    monkeypatch.setattr(schedule, "TEMPLATES", (kept[0], every, *kept[1:]))
+    kept = {n: t for n, t in table.TEMPLATES.items() if n != "reduction_persistent"}
+    monkeypatch.setattr(table, "TEMPLATES", kept | {"reduction_looped": Looped()})
 
 
 @pytest.mark.parametrize("columns", [257, 1023])

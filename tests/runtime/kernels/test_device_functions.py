@@ -11,6 +11,7 @@ import torch
 from test_op_table import ALL, evaluate, source_of, values
 
 from fusejit.codegen.ir.expr import load
+from fusejit.codegen.ir.reductions import REDUCTIONS
 from fusejit.codegen.ops.table import DTYPES, OPS, STORAGE, lower_pointwise
 from fusejit.runtime.compile_workers import KernelSpec, compile_kernels
 from fusejit.runtime.launch import kernel
@@ -55,9 +56,8 @@ def reduce_with(name, x, out_dtype, looped):
     """Reduce the rows of a 2-D tensor by one reduction row, whole or in pieces of 8 columns through its combine."""
     rows, columns = x.shape
     storage, arg = STORAGE[x.dtype], name.startswith("arg")
-    start = (
-        f"float('{OPS[name].identity(x.dtype)}')" if x.dtype.is_floating_point else repr(OPS[name].identity(x.dtype))
-    )
+    first = REDUCTIONS[name].identity(x.dtype)
+    start = f"float('{first}')" if x.dtype.is_floating_point else repr(first)
     piece = 8 if looped else columns
     step = (
         f"acc, at = fj.{name}_combine(acc, at, v, tl.broadcast_to(c[None, :], [R, C]))"
@@ -110,7 +110,7 @@ EAGER = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n, op in OPS.items() if op.kind == "reduction"])
+@pytest.mark.parametrize("name", [row.name for row in REDUCTIONS.values() if row.along])
 @pytest.mark.parametrize("looped", [False, True])
 def test_reductions(name, looped):
     """Whole and looped, with NaN, infinities and ties."""
@@ -209,7 +209,7 @@ def test_casts_compile_for_sm_90():
 def test_reductions_compile_for_sm_90():
     specs = []
     for name, op in OPS.items():
-        if op.kind == "reduction":
+        if op.reduces and REDUCTIONS[name].along:
             dtypes = (
                 [torch.bool]
                 if name in ("any", "all")
