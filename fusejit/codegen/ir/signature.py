@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .cluster import Cluster, Store
+from .cluster import Cluster, Store, analysis
 from .expr import Expr, Iota, Load, Random, Reduce, load, postorder, rewrite
 from .layout import Layout, permute, strided
 from .reductions import splits
@@ -119,6 +119,7 @@ class _Roles:
         return load(name, layout, node.dtype)
 
 
+@analysis
 def line(cluster: Cluster) -> Cluster | None:
     """Return a cluster over one axis or none, if every operand runs through memory in the same order."""
     if cluster.programs or any(s.mode or s.index for s in cluster.stores) or cluster.reduce and not _whole(cluster):

@@ -26,7 +26,7 @@ from ..ir.cluster import Cluster
 from ..ir.concretize import hinted, symbolic
 from ..ir.expr import Reduce
 from ..ir.graph import Buffer, Refused
-from ..ir.signature import pattern
+from ..ir.signature import line, pattern
 from ..ir.size import hint, product
 from ..schedule.device import Device
 from .align import ORDERS, align, join
@@ -215,10 +215,11 @@ def slices(fusion: Fusion, steps: Sequence[int]) -> Iterator[Match]:
 
 def left_as_lines(fusion: Fusion, members: Members) -> str:
     """Two lines of memory: horizontal fusion makes one launch of them."""
-    lines = (not symbolic(s) and pattern(s, fusion.graph.places) is not None for s in fusion.graph.clusters(members))
-    if all(lines):
-        return "each is one line of memory: horizontal fusion makes one launch of those that do the same"
-    return left_to_horizontal(fusion, members)
+    if reason := left_to_horizontal(fusion, members):
+        return reason
+    if any(symbolic(step) or line(step) is None for step in fusion.graph.clusters(members)):
+        return ""
+    return "each is one line of memory: horizontal fusion makes one launch of those that do the same"
 
 
 def merge_slices(fusion: Fusion, members: Members) -> Merged:
