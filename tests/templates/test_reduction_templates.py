@@ -459,7 +459,7 @@ def test_weights_of_channels_in_a_loop(looped, each):
 
 def test_long_segments_in_a_loop_are_added_up_tile_by_tile(looped, monkeypatch):
     """Beside many elements a thread has no room for as many sums: one for each row of the tile, in the same loop."""
-    monkeypatch.setattr("fusejit.codegen.schedule.cost_model.LONG_TILE", 1)
+    monkeypatch.setattr("fusejit.templates.reduction_looped.LONG_TILE", 1)
     args = [torch.randn(n).requires_grad_() for n in ((70, 6, 100), 6, 6)]
     jitted = compare(lambda x, w, b: group_norm_silu(x, w, b, 2), args, [torch.randn(70, 6, 100)])
     source = jitted.explain(*args).backward.kernels[0].source
