@@ -29,7 +29,7 @@ class ColumnTape(RowTape):
         together = row_of(store.mode).combined(total, value)
         if not self.index.masked("x"):
             return [f"{total} = {together}"]  # what is masked along the row is not written in the end
-        return [f"new{name} = {together}", f"{total} = tl.where(xmask, new{name}, {total})"]
+        return [f"{name}_next = {together}", f"{total} = tl.where(xmask, {name}_next, {total})"]
 
     def partial(self, store: Store, name: str) -> tuple[list[str], list[str]]:
         """Return the statements that begin a column sum, and those that write what this program's rows came to."""

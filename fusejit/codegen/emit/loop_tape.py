@@ -60,7 +60,7 @@ class LoopTape(ColumnTape):
         if not self.index.masked("r"):
             body = [f"{', '.join(names)} = {together}"]
         else:
-            new = [f"new{n}" for n in names]
+            new = [f"{n}_next" for n in names]
             body = [
                 f"{', '.join(new)} = {together}",
                 *(f"{n} = tl.where(rmask, {m}, {n})" for n, m in zip(names, new, strict=True)),

@@ -151,7 +151,7 @@ class Tape:
             f", other={fill_of(node.fill, node.dtype)}" if node.mask is not None else ""
         )
         more += f', eviction_policy="{self.policies[node]}"' if node in self.policies else ""
-        return f"tl.load({self.facts.pointers[node.buffer]} + ({offset}){more})"
+        return f"tl.load({at(self.facts.pointers[node.buffer], offset)}{more})"
 
     def _place(self, layout: Layout, index: tuple[tuple[Expr, int], ...]) -> str:
         offset = self.index.address(layout)
@@ -216,9 +216,14 @@ class Tape:
         first = ["tl.debug_barrier()"] if needed_beside(store, target, self.facts.cluster) else []
         return [
             *first,
-            f"{word}({self.facts.pointers[target]} + ({offset}), "
+            f"{word}({at(self.facts.pointers[target], offset)}, "
             f"{value}{', ' + mask if mask else ', None' * bool(store.mode)})",
         ]
+
+
+def at(pointer: str, offset: str) -> str:
+    """Return the address of an access: a sum of several terms keeps its parentheses, as the offset that it is."""
+    return pointer if offset == "0" else f"{pointer} + {offset if offset.isalnum() else f'({offset})'}"
 
 
 def literal_of(node: Const) -> str:
