@@ -28,8 +28,8 @@ limit() { timeout --kill-after=10 530 "$@"; }
 benchmarks() { limit "$python" -m pytest -q -p no:cacheprovider --override-ini addopts= --benchmark-json="$json" --benchmark-columns=median,min,rounds "$@"; }
 
 case $part in
-  correctness) limit "$python" -m pytest -q -m gpu tests --ignore=tests/laws/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
-  opinfo) limit "$python" -m pytest -q -m gpu tests/laws/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
+  correctness) limit "$python" -m pytest -q -n 0 -m gpu tests --ignore=tests/laws/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
+  opinfo) limit "$python" -m pytest -q -n 0 -m gpu tests/laws/test_opinfo.py --junitxml="$out/$device-$part.xml" ;;
   blocks) benchmarks perf/bench/test_blocks.py::test_block -k "not torch.compile" ;;
   kernels)
     json="$out/$device-$part${FROM:+-from-$FROM}.json"

@@ -17,7 +17,14 @@ import pytest
 sys.path += [str(folder) for folder in sorted(Path(__file__).parent.rglob("*")) if any(folder.glob("test_*.py"))]
 
 
+CASES = 3
+"""How many cases of a test function are in the quick tier."""
+ALL_IF = ("--all", "--slow", "-m", "--update-golden")
+"""Options with which every case is wanted."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every case of every test; without it at most three of each")
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption(
         "--opinfo", choices=("ci", "all"), default="ci", help="torch's op database: the subset of CI, or all"
@@ -51,6 +58,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip(items, "gpu", "needs an NVIDIA GPU and `-m gpu`")
     if not config.getoption("--slow"):
         _skip(items, "slow", "slow: give --slow")
+    named = bool(config.getoption("-k")) or any("::" in argument for argument in config.args)
+    if not named and not any(config.getoption(option) for option in ALL_IF):
+        _quick(config, items)
+
+
+def _quick(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the quick tier: of each test function its first, its middle and its last case, and no test marked `full`.
+
+    A test that the command line names (`file.py::test`) runs with all its cases.
+    """
+    groups: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault((item.nodeid.partition("::")[0], getattr(item, "originalname", item.name)), []).append(item)
+    kept: set[pytest.Item] = set()
+    for cases in groups.values():
+        cases = [item for item in cases if not item.get_closest_marker("full")]
+        step = (len(cases) - 1) / (CASES - 1)
+        kept |= set(cases if len(cases) <= CASES else (cases[round(step * n)] for n in range(CASES)))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
