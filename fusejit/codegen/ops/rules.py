@@ -11,6 +11,7 @@ what a rule can take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch.fx import Node
@@ -19,7 +20,7 @@ from ..ir.cluster import Cluster, Store
 from ..ir.expr import Expr, Load, cast, postorder
 from ..ir.graph import Buffer
 from ..ir.size import Size, product
-from .builder import CHECKS, REFUSALS, Lowering, Rule
+from .builder import Lowering, Rule
 from .concat import PIECE_CHECKS, PIECES
 from .creation import arange, full, prims_iota, random_rule
 from .gather import INDEXING, INDEXING_CHECKS
@@ -112,7 +113,7 @@ for _op, _overloads in {
         RULES[f"{_op}.{_name}"] = reduce_rule(_op)
 for _op in ("amax", "amin"):
     RULES[f"{_op}.default"] = reduce_rule(_op)
-CHECKS |= {
+CHECKS: dict[str, Callable[[Node], bool]] = {
     name: is_reducible(
         {"mean": "sum", "var": "sum", "var_mean": "sum", "max": "amax", "min": "amin"}.get(
             name.split(".")[0], name.split(".")[0]
@@ -132,4 +133,6 @@ CHECKS |= {
         isinstance(a, (int, Size)) or n.meta["val"].dtype.is_floating_point for a in n.args
     ),
 }
-REFUSALS |= dict.fromkeys(SCATTERS, refused)
+"""Rule name: whether the rule can take this call."""
+REFUSALS: dict[str, Callable[[Node], str]] = dict.fromkeys(SCATTERS, refused)
+"""Rule name: why it cannot, "" where it can."""

@@ -13,7 +13,8 @@ call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,15 +26,25 @@ from ..ir.expr import Load, cast, load, postorder, view
 from ..ir.graph import Buffer, Extern, Lowered, Ref, as_ref, refs
 from ..ir.layout import contiguous
 from ..ir.size import hint
-from ..ops.builder import CHECKS, REFUSALS, Lowering, Rule, Value, line_of
+from ..ops.builder import Lowering, Rule, Value, line_of
 from ..ops.decompositions import short
+from ..ops.rules import CHECKS, REFUSALS
 from ..ops.table import POINTWISE, RULES, STORAGE, lower_pointwise
 from ..ops.views import GIVES_SHAPE, VIEWS, is_alias
 from .realize import realize, worth_a_buffer
 
+ProgramOf = Callable[[Sequence[Any], list[tuple[int, ...]]], tuple[str, Any]]
+"""From the arguments of an op, and the strides of its tensors, to the name of a Program and the Program."""
+
 
 class GraphLowering(Lowering):
     """The walk: each node of a graph gets a value, in the graph's order."""
+
+    def __init__(
+        self, inputs: Sequence[Any], rules: dict[str, Rule], programs: Mapping[Any, ProgramOf] = MappingProxyType({})
+    ) -> None:
+        super().__init__(inputs, rules)
+        self.programs = programs
 
     def run(self, graph: Graph) -> Lowered:
         fused = {n for n in graph.nodes if n.op == "call_function" and self.fusable(n)}
@@ -189,8 +200,8 @@ class GraphLowering(Lowering):
                 given[2:],
                 tuple(fake)[1 : 1 + len(given[1]._schema.returns)],
             )
-        if target in PROGRAMS:
-            return self.call_program(node, PROGRAMS[target])
+        if target in self.programs:
+            return self.call_program(node, self.programs[target])
         if not isinstance(target, torch._ops.OpOverload):
             raise Unsupported(str(target), "no graph of ATen ops can hold it", line)
         args, kwargs = torch.fx.node.map_arg((given, options), self.ref)
@@ -277,19 +288,22 @@ def _tensors(node: Node) -> list[torch.Tensor]:
     return [v for v in found if isinstance(v, torch.Tensor)]
 
 
-def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule]) -> Lowered:
-    """Return the clusters and extern calls of a functional graph; `inputs` give the real dtypes and strides of its
-    placeholders.
+def lower(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    rules: dict[str, Rule],
+    programs: Mapping[Any, ProgramOf] = MappingProxyType({}),
+) -> Lowered:
+    """Return the clusters and extern calls of a functional graph.
+
+    Args:
+        inputs: the real dtypes and strides of its placeholders. programs: ops that stand for calls of Programs.
     """
-    return GraphLowering(inputs, rules).run(module.graph)
+    return GraphLowering(inputs, rules, programs).run(module.graph)
 
 
 BY_GRAD_MODE = {torch.ops.aten.mkldnn_rnn_layer.default: (3,)}
 """Ops that leave a result (these, by number) out where autograd does not record at that moment."""
-PROGRAMS: dict[Any, Callable] = {}
-"""{op: (arguments, strides of its tensors) -> (name, Program)}: ops that stand for calls of Programs; filled by
-autodiff/region_ops.py.
-"""
 
 
 def operand_dtype(node: Node) -> torch.dtype | None:
