@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from . import knobs
+from .autodiff.program_calls import PROGRAMS
 from .codegen.emit.foreach import render_foreach
 from .codegen.emit.kernel import Kernel
 from .codegen.emit.memory_plan import plan
@@ -44,7 +45,8 @@ from .runtime.autotune import MOST, Tuned, tune
 from .runtime.compile_workers import KernelSpec, compile_kernels
 from .runtime.eager import eager
 from .runtime.frame_stack import roomy
-from .runtime.launch import compile_all, kernel
+from .runtime.launch import compile_all
+from .runtime.launch import kernel as launcher
 from .runtime.multiversion import Variants
 
 
@@ -116,7 +118,7 @@ def one_program(
     graph = clock("simplify", simplify(module))
     summed = clock("sums", sums(graph, options.numerics, device.arch))
     note("simplified", graph)
-    lowered = clock("lower", lower(graph, inputs, RULES, options.numerics))
+    lowered = clock("lower", lower(graph, inputs, RULES, PROGRAMS, options.numerics))
     note("clusters", lowered)
     fused, unfused = clock("fuse", fuse(lowered, options.jit_level != "O1", device))
     rewritten: tuple[str, ...] = ()
@@ -150,11 +152,7 @@ def one_program(
     if known:
         program.sizes, program.atoms, program.hints = known, size_scope().atoms, size_scope().hints
     note("source", program.source)
-    try:
-        _compile_kernels(program, options)
-    except CompileError as error:
-        lines = next((k.ops for k in program.kernels if k.name in str(error)), ())
-        raise CompileError(f"{error}\nthe kernel was made of:\n" + "\n".join(f"  {line}" for line in lines)) from error
+    _compile_kernels(program, options)
     clock("kernels", None)
     return program
 
@@ -164,9 +162,9 @@ def op_by_op(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     run = eager(module)
 
     def program(inputs: list[Any]) -> Sequence[Any]:
-        given = tuple(inputs)
+        tensors = tuple(inputs)
         inputs.clear()
-        return run(*given)  # type: ignore[no-any-return]
+        return run(*tensors)  # type: ignore[no-any-return]
 
     return program
 
@@ -185,22 +183,30 @@ def _kernels(fused: Lowered, options: Options, device: Device) -> tuple[list[Ker
             continue
         assert isinstance(step, Cluster)
         ready, tiles = schedule(step, device)
-        made = render(ready, tiles, fused.buffers, options.numerics)
-        if options.jit_level == "O3" and tiles.choice is not None and not made.extents:
+        kernel = render(ready, tiles, fused.buffers, options.numerics)
+        if options.jit_level == "O3" and tiles.choice is not None and not kernel.extents:
             listed = [replace(c.schedule, choice=tiles.choice) for c in tiles.choice.costs if c.resident][1:MOST]
             others = [render(ready, other, fused.buffers, options.numerics) for other in listed]
             here = options.backend == "triton" and not options.target
-            found = (
-                tune([made, *others], fused.buffers) if here else Tuned(made, (), "not measured: the model's choice")
-            )
-            made = found.kernel
-            notes.append(f"{made.name}: {found.why}")
-        result.append(made)
+            unmeasured = Tuned(kernel, (), "not measured: the model's choice")
+            tuned = tune([kernel, *others], fused.buffers) if here else unmeasured
+            kernel = tuned.kernel
+            notes.append(f"{kernel.name}: {tuned.why}")
+        result.append(kernel)
     return result, tuple(notes)
 
 
 def _compile_kernels(program: Program, options: Options) -> None:
-    """Compile the program's kernels: for a named target without launching, or for this process's device."""
+    """Compile the program's kernels, and say of one that does not compile which ops it was made of."""
+    try:
+        _compile_unique(program, options)
+    except CompileError as error:
+        lines = next((k.ops for k in program.kernels if k.name in str(error)), ())
+        raise CompileError(f"{error}\nthe kernel was made of:\n" + "\n".join(f"  {line}" for line in lines)) from error
+
+
+def _compile_unique(program: Program, options: Options) -> None:
+    """Compile each kernel of a program once: for a named target without launching, or for this process's device."""
     unique = list(
         {k.name: k for k in program.kernels if not k.extents}.values()
     )  # where sizes vary, at the first launch
@@ -223,7 +229,7 @@ def _compile_kernels(program: Program, options: Options) -> None:
         program.kernels = tuple(replace(k, compiled=done[k.name]) for k in program.kernels)
     elif options.backend == "triton":
         compile_all(
-            kernel(
+            launcher(
                 k.source,
                 name=k.name,
                 params=k.params,

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from ..specialise.specialise import Specialisation
+from ..specialise.specialisation import Specialisation
 
 
 class BoundJitFunction:
@@ -58,4 +58,4 @@ class BoundJitFunction:
         return self.function.program_for(self.receiver, args, kwargs)
 
     def specialisation(self, *args: Any, **kwargs: Any) -> Specialisation:
-        return self.function.specialisation_for(self.receiver, args, kwargs)
+        return self.function.entry_for(self.receiver, args, kwargs).specialisation

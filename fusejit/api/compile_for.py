@@ -15,7 +15,8 @@ from typing import Any
 from ..capture import pytree
 from ..errors import CaptureError, Unsupported
 from ..options import Settings
-from ..specialise.specialise import Specialisation, specialise
+from ..specialise.specialisation import Specialisation
+from ..specialise.specialise import specialise
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def compile_for(
     leaves: list[Any] = []
     pytree.flatten((tuple(args), kwargs or {}), leaves)
     try:
-        found = specialise(fn, tuple(args), kwargs or {}, leaves, settings)
+        specialisation = specialise(fn, tuple(args), kwargs or {}, leaves, settings)
     except Unsupported as error:
         raise CaptureError(f"cannot capture {name!r}: {error}") from error
-    return Programs(found.forward, found.backward, found)
+    return Programs(specialisation.forward, specialisation.backward, specialisation)

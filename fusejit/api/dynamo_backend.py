@@ -6,7 +6,7 @@ trace.
 
     >>> fast = torch.compile(model, backend="fusejit", options={"jit_level": "O1"})
     >>> reader = Reader(fn, Settings(capture_mode="bytecode")); reader.call((torch.ones(3),), {});
-        len(reader.specialisations)
+        len(reader.entries)
     1
 
 Dynamo's guards say whether a graph holds. A graph with symbolic sizes or numbers among its inputs, which Dynamo makes
@@ -32,11 +32,14 @@ from ..capture.dynamo import Found
 from ..capture.guards.guards import key_of, state_key
 from ..capture.guards.recompile_reasons import differences
 from ..capture.shapes.policy import Dynamic
+from ..compile_log import Fallback
 from ..errors import FusejitError, Unsupported
 from ..fork_locks import renewed
 from ..options import BACKENDS, LEVELS, NUMERICS, Settings, check
 from ..specialise.dynamic import specialise_sizes
-from ..specialise.specialise import Fallback, Specialisation, eager_specialisation, refusal, specialise
+from ..specialise.specialisation import Specialisation, eager_specialisation, refusal
+from ..specialise.specialise import specialise
+from .specialisation_table import Entry
 
 Tensor = torch.Tensor
 log = logging.getLogger("fusejit")
@@ -47,21 +50,21 @@ class Graph:
     otherwise.
 
     Attributes:
-        found: the graph, and why Dynamo made it; made: its specialisations, in the order of their making.
+        traced: the graph, and why Dynamo made it; entries: its specialisations, in the order of their making.
     """
 
     def __init__(
-        self, found: Found, settings: Settings, tell: Callable[[Specialisation], None], owner: Reader | None = None
+        self, traced: Found, settings: Settings, tell: Callable[[Specialisation], None], owner: Reader | None = None
     ) -> None:
-        self.found, self.settings, self.tell, self.owner = found, settings, tell, owner
-        self.plain = found.module.forward
-        self.floats = frozenset(dynamo.wrapped_floats(found.module))
-        self.varies = dynamo.dynamic(found.module)
-        self.sizes = Dynamic(self.varies)
-        self.body = dynamo.replay(found.module)
-        self.table: dict[Any, tuple[Specialisation, ...]] = {}
-        self.made: list[tuple[Any, Specialisation]] = []
-        self.only: tuple[Specialisation, list[Tensor]] | None = None
+        self.traced, self.settings, self.tell, self.owner = traced, settings, tell, owner
+        self.plain = traced.module.forward
+        self.floats = frozenset(dynamo.wrapped_floats(traced.module))
+        self.varies = dynamo.dynamic(traced.module)
+        self.sizes: Dynamic[Entry] = Dynamic(self.varies)
+        self.body = dynamo.replay(traced.module)
+        self.table: dict[tuple, tuple[Entry, ...]] = {}
+        self.entries: list[Entry] = []
+        self.only: tuple[Entry, list[Tensor]] | None = None
         self.lock = renewed(threading.Lock())
 
     def run(self, *inputs: Any) -> Any:
@@ -71,65 +74,61 @@ class Graph:
             if self.floats
             else list(inputs)
         )
-        found, lifted = self.only or self.choose(leaves)
+        entry, lifted = self.only or self.choose(leaves)
         if self.owner is not None and self.owner.watching is not None:
-            self.owner.watching.see(found, inputs)
-        if found.run is None:
-            return self.plain(*inputs)
-        return found.run(leaves, lifted)
+            self.owner.watching.see(entry, inputs)
+        run = entry.specialisation.executable.run
+        return self.plain(*inputs) if run is None else run(leaves, lifted)
 
-    def choose(self, leaves: list[Any]) -> tuple[Specialisation, list[Tensor]]:
+    def choose(self, leaves: list[Any]) -> tuple[Entry, list[Tensor]]:
         """Look up the specialisation of these inputs, or make it. A fixed graph that changes no input needs no look
         again.
         """
         key = (pytree.LEAF, state_key(), key_of(leaves) if self.varies else (None,), None)
         with self.lock:
-            for found in self.table.get(key, ()):
-                lifted = found.lifted(leaves)
+            for entry in self.table.get(key, ()):
+                lifted = entry.lifted(leaves)
                 if lifted is not None:
-                    return found, lifted
+                    return entry, lifted
             if (known := self.sizes.find(key, leaves)) is not None:
                 return known
-            found, lifted = self.make(key, leaves)
-            self.table[key] = (found, *self.table.get(key, ()))
-            self.made.append((key, found))
+            entry = self.make(key, leaves)
+            lifted = entry.lifted(leaves) or []
+            self.table[key] = (entry, *self.table.get(key, ()))
+            self.entries.append(entry)
+            if entry.specialisation.symbols is not None:
+                self.sizes.add(key, entry)
             if self.owner is not None:
                 self.owner.count += 1
-            if not self.varies and not (found.built is not None and found.built.mutates):
-                self.only = found, lifted
-        self.tell(found)
-        return found, lifted
+            built = entry.specialisation.built
+            if not self.varies and not (built is not None and built.mutates):
+                self.only = entry, lifted
+        self.tell(entry.specialisation)
+        return entry, lifted
 
-    def make(self, key: Any, leaves: list[Any]) -> tuple[Specialisation, list[Tensor]]:
-        why = (
-            self.found.why
-            if not self.made
-            else str(differences(key, leaves, [(k, f.guards) for k, f in self.made], input_name)[0])
-        )
-        limit = knobs.read("specialisations")
-        error: Unsupported | None = None
-        found: Specialisation | None = None
-        if len(self.made) >= limit:
-            error = Unsupported(
-                f"more than {limit} specialisations", "this kind of call runs eagerly (FUSEJIT_SPECIALISATIONS)"
-            )
-        else:
-            try:
-                make = functools.partial(specialise, self.body, tuple(leaves), {}, leaves, self.settings)
-                found = specialise_sizes(self.sizes, key, leaves, input_name, make)
-            except Unsupported as refused:
-                if self.settings.fullgraph or knobs.read("strict"):
-                    raise refusal(refused, self.settings.name) from refused
-                error = refused
-        if error is not None:
-            found = eager_specialisation(
-                Unsupported(error.op, error.reason, error.line), self.settings.name, None, leaves
-            )
-        assert found is not None
-        found.why = why
-        if self.found.ending.broken:
-            found.fallbacks.append(Fallback("graph break", self.found.ending.reason, self.found.ending.line))
-        return found, found.lifted(leaves) or []
+    def make(self, key: tuple, leaves: list[Any]) -> Entry:
+        """Specialise the graph for inputs of a new kind."""
+        why = self.traced.why
+        if self.entries:
+            known = [(entry.key, entry.specialisation.guards) for entry in self.entries]
+            why = str(differences(key, leaves, known, input_name)[0])
+        ending = self.traced.ending
+        breaks = [Fallback("graph break", ending.reason, ending.line)] if ending.broken else []
+        return Entry(key, self.specialised(key, leaves).noting(*breaks), why)
+
+    def specialised(self, key: tuple, leaves: list[Any]) -> Specialisation:
+        limit, name = knobs.read("specialisations"), self.settings.name
+        if len(self.entries) >= limit:
+            many = f"more than {limit} specialisations"
+            error = Unsupported(many, "this kind of call runs eagerly (FUSEJIT_SPECIALISATIONS)")
+            return eager_specialisation(error, name, None, leaves)
+        try:
+            make = functools.partial(specialise, self.body, tuple(leaves), {}, leaves, self.settings)
+            return specialise_sizes(self.sizes, key, leaves, input_name, make)
+        except Unsupported as error:
+            if self.settings.fullgraph or knobs.read("strict"):
+                raise refusal(error, name) from error
+            return eager_specialisation(Unsupported(error.op, error.reason, error.line), name, None, leaves)
 
 
 def input_name(structure: Any, number: int) -> str:
@@ -141,15 +140,16 @@ class Watch:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.found: list[Specialisation] = []
+        self.entries: list[Entry] = []
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def see(self, found: Specialisation, inputs: Sequence[Any]) -> None:
+    def see(self, entry: Entry, inputs: Sequence[Any]) -> None:
         if threading.get_ident() != self.thread:
             return
-        if not any(found is other for other in self.found):
-            self.found.append(found)
-        graph = found.captured.graph if found.captured is not None else None
+        if not any(entry is other for other in self.entries):
+            self.entries.append(entry)
+        captured = entry.specialisation.captured
+        graph = captured.graph if captured is not None else None
         if graph is not None and not any(
             getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in graph.graph.nodes
         ):
@@ -174,7 +174,7 @@ class Reader:
     """
 
     def __init__(
-        self, fn: Callable, settings: Settings, tell: Callable[[Specialisation], None] = lambda found: None
+        self, fn: Callable, settings: Settings, tell: Callable[[Specialisation], None] = lambda specialisation: None
     ) -> None:
         self.fn, self.settings, self.tell = fn, replace(settings, capture_mode="bytecode"), tell
         self.graphs: list[Graph] = []
@@ -188,13 +188,14 @@ class Reader:
         self.count = 0
 
     @property
-    def specialisations(self) -> list[Specialisation]:
-        return [found for graph in self.graphs for _, found in graph.made]
+    def entries(self) -> list[Entry]:
+        """The specialisations of all graphs."""
+        return [entry for graph in self.graphs for entry in graph.entries]
 
     @property
     def compiles(self) -> bool:
         """Whether some graph became more than Python."""
-        return any(found.run is not None for found in self.specialisations)
+        return any(entry.specialisation.run is not None for entry in self.entries)
 
     @property
     def reasons(self) -> list[str]:
@@ -217,8 +218,8 @@ class Reader:
                 )
             return self.function
 
-    def receive(self, found: Found) -> Callable:
-        graph = Graph(found, self.settings, self.tell, self)
+    def receive(self, traced: Found) -> Callable:
+        graph = Graph(traced, self.settings, self.tell, self)
         self.graphs.append(graph)
         return lambda *inputs: graph.run(*inputs)
 
@@ -270,7 +271,7 @@ class Reader:
                 self.unguarded.add(self.frames.classes)
                 self.unguarded.add_modules(self.frames.modules)
 
-    def observe(self, args: tuple, kwargs: dict[str, Any]) -> list[Specialisation]:
+    def observe(self, args: tuple, kwargs: dict[str, Any]) -> list[Entry]:
         """Run a call once to see which graphs it is cut into; random numbers and changed inputs of graphs are put
         back.
         """
@@ -285,7 +286,7 @@ class Reader:
             finally:
                 self.watching = None
                 watch.put_back()
-        return watch.found
+        return watch.entries
 
 
 # torch.compile(model, backend="fusejit")
@@ -313,8 +314,8 @@ def torch_backend(
     Raises:
         ValueError: an unknown option, value or mode; lists the choices.
     """
-    given = dict(options or {})
-    unknown = [name for name in given if name not in OPTIONS]
+    chosen = dict(options or {})
+    unknown = [name for name in chosen if name not in OPTIONS]
     if unknown:
         raise ValueError(
             f"torch.compile(backend='fusejit') has no option {unknown[0]!r}: choose one of "
@@ -322,16 +323,16 @@ def torch_backend(
         )
     if mode:
         check("mode", mode, tuple(COMPILE_MODES))
-        given.setdefault("jit_level", COMPILE_MODES[mode])
-    for name, value in given.items():
+        chosen.setdefault("jit_level", COMPILE_MODES[mode])
+    for name, value in chosen.items():
         check(name, value, OPTIONS[name])
-    settings = Settings(capture_mode="bytecode", name="graph", **given)
+    settings = Settings(capture_mode="bytecode", name="graph", **chosen)
     ending = dynamo.ending_of(module)
     graph = Graph(Found(module, dynamo.FIRST, ending), settings, log_fallbacks)
     return lambda *values: graph.run(*values)
 
 
-def log_fallbacks(found: Specialisation) -> None:
-    for fallback in found.fallbacks:
+def log_fallbacks(specialisation: Specialisation) -> None:
+    for fallback in specialisation.fallbacks:
         if fallback.op not in ("graph break", "torch's runtime wrappers"):
             log.warning("torch.compile graph: eager fallback: %s", fallback)

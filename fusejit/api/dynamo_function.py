@@ -17,12 +17,15 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
+from ..compile_log import Fallback, Notes
 from ..errors import FusejitError
 from ..options import Settings
 from ..runtime.fast_path import elsewhere
-from ..specialise.specialise import Fallback, Specialisation
+from ..specialise.specialisation import Executable, Specialisation
 from .disable import Switch
-from .function import CacheInfo, JitFunction
+from .function import JitFunction
+from .reports import CacheInfo, cache_info
+from .specialisation_table import Entry, with_receiver
 
 
 class BytecodeFunction(JitFunction):
@@ -35,45 +38,43 @@ class BytecodeFunction(JitFunction):
             )
         if Switch.off or elsewhere():
             return self.plain(receiver, args, kwargs)
-        reader = self._reader or self.reader()
+        reader = self._specialiser.reader()
         before = reader.count
-        result = reader.call(args if receiver is None else (receiver, *args), kwargs)
+        result = reader.call(with_receiver(receiver, args), kwargs)
         if reader.count == before:
             self._hits += 1
         else:
-            self._misses += 1
+            self._specialiser.misses += 1
         return result
 
-    def specialisation_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Specialisation:
+    def entry_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Entry:
         """The one specialisation of a call that is one graph."""
-        found = self.specialisations_for(receiver, args, kwargs)
-        if len(found) != 1:
+        entries = self.entries_for(receiver, args, kwargs)
+        if len(entries) != 1:
             raise FusejitError(
-                f"{self.settings.name} is cut into {len(found)} graphs; explain(...).graphs has them all"
+                f"{self.settings.name} is cut into {len(entries)} graphs; explain(...).graphs has them all"
             )
-        return found[0]
+        return entries[0]
 
     def bind_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Dynamo's guards stay: they are what finds the graphs."""
         return lambda *args, **kwargs: self.call(receiver, args, kwargs)
 
-    def specialisations_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> list[Specialisation]:
-        reader = self.reader()
-        found = reader.observe(args if receiver is None else (receiver, *args), kwargs)
-        if not found:
-            reasons = [
-                Fallback("capture_mode 'bytecode'", reason)
-                for reason in reader.reasons or ["there is no op to compile"]
-            ]
-            return [Specialisation("eager", lambda leaves: [], fallbacks=[*reasons, *reader.stopped])]
-        return found
+    def entries_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> list[Entry]:
+        reader = self._specialiser.reader()
+        if entries := reader.observe(with_receiver(receiver, args), kwargs):
+            return entries
+        reasons = [
+            Fallback("capture_mode 'bytecode'", reason) for reason in reader.reasons or ["there is no op to compile"]
+        ]
+        notes = Notes(fallbacks=(*reasons, *reader.stopped))
+        return [Entry((), Specialisation(Executable("eager"), lambda leaves: [], notes))]
 
     def cache_info(self) -> CacheInfo:
-        held = self._reader.specialisations if self._reader is not None else []
-        fallbacks = sum(bool(found.fallbacks) for found in held) + (
-            len(self._reader.stopped) if self._reader is not None else 0
-        )
-        return CacheInfo(len(held), self._hits, self._misses, fallbacks, tuple(found.why for found in held))
+        reader = self._specialiser.graphs
+        if reader is None:
+            return cache_info([], self._hits, self._specialiser.misses)
+        return cache_info(reader.entries, self._hits, self._specialiser.misses, len(reader.stopped))
 
 
 def jit_function(fn: Any, settings: Settings) -> JitFunction:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..options import Settings
-from ..specialise.specialise import Specialisation
+from ..specialise.specialisation import Specialisation
 from .dynamo_function import jit_function
 from .function import CacheInfo, JitFunction
 

@@ -29,13 +29,15 @@ from ..capture import pytree
 from ..capture.compare_traces import divergence
 from ..capture.guards.guards import key_of, state_key, tensor_key
 from ..capture.memory_pattern import memory_pattern
-from ..capture.tracer import capture
+from ..capture.tracer import Captured, capture
 from ..errors import TraceError, Unsupported
 from ..options import BACKENDS, NUMERICS, Settings
 from ..runtime.fast_path import Call, elsewhere
-from ..specialise.specialise import Specialisation
+from ..specialise.specialisation import Specialisation
 from .disable import Switch
 from .function import JitFunction
+from .specialisation_table import Entry
+from .specialiser import bound
 
 LATER = "belongs to the memory optimisations, which are not there yet: leave it out"
 
@@ -62,6 +64,8 @@ class TraceFunction(JitFunction):
         super().__init__(fn, settings)
         self.options, self.part = options, part
         self._watched = options.profiling or options.record_only or not options.without_host or settings.constants
+        if not (options.without_host or options.record_only):
+            self._specialiser.said_of_sizes = (STATIC,)
         self._recorded: dict[Any, tuple[Specialisation, tuple]] = {}
         self._runs: list[float] = []
 
@@ -93,15 +97,15 @@ class TraceFunction(JitFunction):
 
     def dispatch(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.options.record_only:
-            self.specialisation_for(receiver, args, kwargs)
+            self.entry_for(receiver, args, kwargs)
             return None
         if self.options.without_host or self.segments() is not None:
             return super().call(receiver, args, kwargs)
         return self.replay(receiver, args, kwargs)
 
-    def start(self, found: Specialisation, call: Call) -> Any:
+    def start(self, entry: Entry, call: Call) -> Any:
         return (
-            super().start(found, call) if self.options.symbolic else self.plain(call.receiver, call.args, call.kwargs)
+            super().start(entry, call) if self.options.symbolic else self.plain(call.receiver, call.args, call.kwargs)
         )
 
     def replay(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -114,19 +118,19 @@ class TraceFunction(JitFunction):
         key = (structure, state_key(), key_of(leaves), id(receiver), memory_pattern(tensors))
         if key not in self._recorded:
             return self.record(key, receiver, args, kwargs, leaves)
-        found, lifted_as = self._recorded[key]
-        if found.run is None or found.captured is None:
+        specialisation, lifted_as = self._recorded[key]
+        captured, run = specialisation.captured, specialisation.run
+        if run is None or captured is None:
             return self.plain(receiver, args, kwargs)
+        watched = () if receiver is None else (receiver,)
         try:
-            now = capture(
-                self.bound(receiver), args, kwargs, self.settings.name, () if receiver is None else (receiver,)
-            )
+            now = capture(bound(self.__wrapped__, receiver), args, kwargs, self.settings.name, watched)
         except Unsupported as error:
             raise TraceError(
                 f"{self.settings.name} was recorded as a graph, and now does what none can hold: {error}"
             ) from error
         lifted = list(now.lifted)
-        parted = divergence(found.captured, now)
+        parted = divergence(captured, now)
         if not parted and tuple(map(tensor_key, lifted)) != lifted_as:
             parted = (
                 "tensors not equals: a closed-over tensor has another dtype, shape, strides or device than when it "
@@ -135,18 +139,17 @@ class TraceFunction(JitFunction):
         if parted:
             raise TraceError(parted.replace(":", f" in {self.settings.name}:", 1))
         self._hits += 1
-        return found.run(leaves, list(found.captured.lifted) if self.settings.constants else lifted)
+        return run(leaves, list(captured.lifted) if self.settings.constants else lifted)
 
     def record(self, key: Any, receiver: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """The first call with such arguments."""
-        found = self.specialisation_for(receiver, args, kwargs)
-        found.dynamic = [STATIC]
-        lifted = () if found.captured is None else tuple(map(tensor_key, capture_inputs(found)))
-        self._recorded[key] = (found, lifted)
-        if found.run is None or not self.options.symbolic:
+        specialisation = self.entry_for(receiver, args, kwargs).specialisation
+        captured, run = specialisation.captured, specialisation.run
+        lifted = () if captured is None else tuple(map(tensor_key, met(captured)))
+        self._recorded[key] = (specialisation, lifted)
+        if run is None or captured is None or not self.options.symbolic:
             return self.plain(receiver, args, kwargs)
-        assert found.captured is not None
-        return found.run(leaves, list(found.captured.lifted))
+        return run(leaves, list(captured.lifted))
 
     def cache_clear(self) -> None:
         super().cache_clear()
@@ -158,14 +161,13 @@ class TraceFunction(JitFunction):
         """
         if not self.options.profiling:
             raise ValueError("get_profile() needs fusejit.trace(..., profiling=True)")
-        compiled = [dict(found.stages_ms) for _, found in self._order]
+        compiled = [entry.specialisation.stages_ms for entry in self._table.entries]
         return {"name": self.settings.name, "calls_ms": list(self._runs), "compile_ms": compiled}
 
 
-def capture_inputs(found: Specialisation) -> tuple[torch.Tensor, ...]:
-    """The tensors that a specialisation's capture met outside its arguments, before they became constants."""
-    assert found.captured is not None
-    return found.captured.met or found.captured.lifted
+def met(captured: Captured) -> tuple[torch.Tensor, ...]:
+    """The tensors that a capture met outside the arguments, before they became constants."""
+    return captured.met or captured.lifted
 
 
 def check_tensors(args: tuple) -> None:
@@ -260,19 +262,19 @@ def partial_trace(fn: Callable | None = None, **options: Any) -> Any:
     """
     if fn is None:
         return functools.partial(partial_trace, **options)
-    made = trace(fn, **options)
-    return TraceFunction(made.__wrapped__, replace(made.settings, apart=True), made.options)
+    traced = trace(fn, **options)
+    return TraceFunction(traced.__wrapped__, replace(traced.settings, apart=True), traced.options)
 
 
-def refuse_later(**given: Any) -> None:
-    for option, value in given.items():
+def refuse_later(**options: Any) -> None:
+    for option, value in options.items():
         if value is not None:
             way = "opt_level says what is optimised: leave it out" if option == "graph_opt_config" else LATER
             raise NotImplementedError(f"trace({option}=...): {way}")
 
 
-def check_flags(**given: Any) -> None:
-    for option, value in given.items():
+def check_flags(**options: Any) -> None:
+    for option, value in options.items():
         check_choice(option, value, (True, False))
 
 

@@ -9,12 +9,14 @@ and calls.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..compile_log import CompileLog
 from ..runtime.torch_private import apply_of
 from .autograd_function import Differentiable
 
@@ -33,6 +35,8 @@ class Built:
         notes: what runs another way than compiled, and why.
         mutates: the graph changes some of its inputs.
         regions: the compiled regions that the Programs call (see region_ops.py), kept alive.
+        log: what is noted of Programs that are compiled when they are first needed.
+        backward_ms: milliseconds that the first request for the backward took, None before it.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
@@ -43,12 +47,18 @@ class Built:
     notes: list[tuple[str, str]] = field(default_factory=list)
     mutates: bool = False
     regions: list[Any] = field(default_factory=list)
+    log: CompileLog = field(default_factory=CompileLog)
+    backward_ms: float | None = None
 
     def backward(self) -> Any:
         """The backward Program, compiled now for tangents as traced if it was not needed yet; None without
         gradients.
         """
-        return self.wrapped_backward if self.differentiable is None else self.differentiable.backward_program()
+        start = time.perf_counter()
+        program = self.wrapped_backward if self.differentiable is None else self.differentiable.backward_program()
+        if self.backward_ms is None:
+            self.backward_ms = (time.perf_counter() - start) * 1e3
+        return program
 
     def body(self) -> tuple[Callable[..., Any], bool]:
         """`run` for calls outside autocast and torch.func, as short as it gets; and whether it takes its inputs one by

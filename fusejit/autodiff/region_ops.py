@@ -33,7 +33,6 @@ from ..capture.regions.extract import Region, Spec, autocast_state, put_back
 from ..capture.shapes.region_sizes import numbers, size_node, told
 from ..codegen.ir.graph import dense
 from ..codegen.ops.views import base
-from ..codegen.passes.lower import PROGRAMS
 from ..errors import FusejitError, Unsupported
 from .autograd_function import LEADS, Differentiable
 from .built import Compiler, flat_graph, placeholder_values
@@ -440,5 +439,3 @@ def leads(node: Node) -> list[set[Node]]:
 
 
 LEADS[BACKWARD] = leads
-PROGRAMS[FORWARD] = forward_program
-PROGRAMS[BACKWARD] = backward_program

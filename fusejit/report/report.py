@@ -25,9 +25,10 @@ from ..codegen.ir.cluster import Cluster
 from ..codegen.ir.concretize import hinted, hinted_buffers
 from ..codegen.ir.graph import Buffer, Extern, refs
 from ..codegen.ir.size import Scope
+from ..compile_log import Fallback
 from ..runtime.cudagraph import Recorded
 from ..runtime.multiversion import Variants
-from ..specialise.specialise import Fallback, Specialisation
+from ..specialise.specialisation import Specialisation
 
 aten = torch.ops.aten
 ON_THE_CPU = (
@@ -223,43 +224,49 @@ def _bytes(n: int) -> str:
     return f"{n} B"
 
 
-def report(found: Specialisation, name: str) -> Report:
+def report(specialisation: Specialisation, name: str, why: str = "", unbound: str = "") -> Report:
     """Return the report of one specialisation; a backward is compiled for it if none has run yet."""
-    backward = found.backward
+    backward = specialisation.backward
+    eager, variants = _eager(specialisation), _variants(specialisation)
+    notes = specialisation.explained
     return Report(
         name=name,
-        backend=found.backend,
-        forward=_program(found.forward),
+        backend=specialisation.backend,
+        forward=_program(specialisation.forward),
         backward=_program(backward),
-        fallbacks=tuple(found.fallbacks),
-        effects=tuple(found.effects),
-        control=tuple(found.control),
-        eager=_eager(found),
-        bytes_minimum=_bytes_minimum(found, backward),
-        compile_ms=found.stages_ms,
-        stages=dict(found.record),
-        why=found.why,
-        inlined=tuple(dict.fromkeys(found.inlined)),
-        dynamic=(*found.dynamic, *_variants(found)),
-        regions=_regions(found),
-        unbound=found.unbound,
-        rewrites=_rewrites(found.rewrites, found.forward, backward),
-        uncompiled=_uncompiled(found),
+        fallbacks=notes.fallbacks,
+        effects=notes.effects,
+        control=notes.control,
+        eager=eager,
+        bytes_minimum=_bytes_minimum(specialisation, backward),
+        compile_ms=specialisation.stages_ms,
+        stages=dict(notes.record),
+        why=why,
+        inlined=tuple(dict.fromkeys(notes.inlined)),
+        dynamic=(*notes.dynamic, *variants),
+        regions=_regions(specialisation),
+        unbound=unbound,
+        rewrites=_rewrites(notes.rewrites, specialisation.forward, backward),
+        uncompiled=_uncompiled(specialisation),
     )
 
 
-def _uncompiled(found: Specialisation) -> str:
+def _uncompiled(specialisation: Specialisation) -> str:
     """Say why a captured graph has no kernels where nothing went wrong: its tensors are on the CPU. "" otherwise."""
-    graph = found.record.get("capture")
-    if found.backend != "eager" or graph is None or found.fallbacks:
+    graph = specialisation.record.get("capture")
+    if specialisation.backend != "eager" or graph is None or specialisation.fallbacks:
         return ""
     values = [n.meta.get("val") for n in graph.graph.nodes if n.op == "placeholder"]
     return "" if any(isinstance(v, torch.Tensor) and v.is_cuda for v in values) else ON_THE_CPU
 
 
-def _variants(found: Specialisation) -> list[str]:
+def _variants(specialisation: Specialisation) -> list[str]:
     """What the Programs of a graph whose sizes vary assume of them, and how long rows share a kernel."""
-    halves = () if found.built is None else (("forward", found.built.forward), ("backward", found.built.backward()))
+    halves = (
+        ()
+        if specialisation.built is None
+        else (("forward", specialisation.built.forward), ("backward", specialisation.built.backward()))
+    )
     lines = []
     for half, variants in halves:
         if not isinstance(variants, Variants):
@@ -354,41 +361,41 @@ def _rewrites(graph: Sequence[str], *programs: Program | None) -> tuple[str, ...
     return tuple(dict.fromkeys([*graph, *(line for part in parts for line in part.rewrites)]))
 
 
-def _regions(found: Specialisation) -> tuple[Any, ...]:
+def _regions(specialisation: Specialisation) -> tuple[Any, ...]:
     """The regions that were compiled as such; all that were captured where the graph runs eagerly."""
-    if found.captured is None or found.captured.regions is None:
+    if specialisation.captured is None or specialisation.captured.regions is None:
         return ()
-    back = {name for name, _ in found.inlined}
-    return tuple(region for region in found.captured.regions.found if region.name not in back)
+    back = {name for name, _ in specialisation.notes.inlined}
+    return tuple(region for region in specialisation.captured.regions.found if region.name not in back)
 
 
-def _eager(found: Specialisation) -> tuple[tuple[str, int], ...]:
+def _eager(specialisation: Specialisation) -> tuple[tuple[str, int], ...]:
     """Name each of eager's kernels with the bytes that it reads and writes: the ops of the joint graph without
     decompositions.
     """
-    graph = found.record.get("capture")
+    graph = specialisation.record.get("capture")
     if graph is None:
         return ()
-    if found.built is None:
+    if specialisation.built is None:
         return _counted(graph)
     from ..autodiff.joint import build  # AOTAutograd: seconds of import, there already when something was compiled
     from ..autodiff.region_ops import in_state, stand_ins
 
     joint = lambda graph, inputs: build(graph, inputs, lambda module, inputs, stage: None, {}).graphs["joint"]  # noqa: E731
     if (
-        found.built.regions and "joint" not in found.built.graphs
+        specialisation.built.regions and "joint" not in specialisation.built.graphs
     ):  # all of the graph is calls of regions: each is counted once
         rows: dict[int, tuple[tuple[str, int], ...]] = {}
-        for known in found.built.regions:
+        for known in specialisation.built.regions:
             if id(known) not in rows:
                 with in_state(known.region):
                     rows[id(known)] = _counted(joint(known.region.graph, stand_ins(known.region.inputs)))
-        return tuple(row for known in found.built.regions for row in rows[id(known)])
+        return tuple(row for known in specialisation.built.regions for row in rows[id(known)])
     values = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-    grad = found.built.backward() is not None
+    grad = specialisation.built.backward() is not None
     inputs = [
         v.requires_grad_(grad and own) if own else v
-        for v, own in zip(_copies(values), found.differentiable, strict=True)
+        for v, own in zip(_copies(values), specialisation.differentiable, strict=True)
     ]
     with torch.set_grad_enabled(grad):
         return _counted(joint(graph, inputs))
@@ -452,11 +459,11 @@ def _node_bytes(node: torch.fx.Node) -> int | None:
     return sum(_size(v) for v in (*operands, *results))
 
 
-def _bytes_minimum(found: Specialisation, backward: Program | None) -> int:
+def _bytes_minimum(specialisation: Specialisation, backward: Program | None) -> int:
     """Every input of each Program read once and every result written once, what is saved between the two included."""
-    if found.forward is not None:
-        return sum(_boundary(program) for program in (found.forward, backward) if program is not None)
-    graph = found.record.get("capture")
+    if specialisation.forward is not None:
+        return sum(_boundary(program) for program in (specialisation.forward, backward) if program is not None)
+    graph = specialisation.record.get("capture")
     if graph is None:
         return 0
     nodes = [

@@ -39,14 +39,15 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ..capture.guards.guards import VALUES
+from ..capture.guards.guards import VALUES, Guards, Writer
 from ..capture.memory_pattern import memory_pattern
+from ..capture.shapes.symbols import Symbols
 from ..capture.state.reads import CONTAINERS, Contents, Read, contents
-from ..capture.tracer import LOCAL, active
+from ..capture.tracer import LOCAL, Captured, active
 from .torch_private import counts_changes, dict_check, has_tree, tensor_check, version_of
 
 Tensor = torch.Tensor
@@ -65,6 +66,36 @@ PLAIN = (Tensor, torch.nn.Parameter)
 hooks = torch.nn.modules.module
 
 
+class Body(Protocol):
+    """What runs a graph (see specialise/specialisation.py, Executable)."""
+
+    @property
+    def run(self) -> Callable[[list[Any], list[Any]], Any] | None: ...
+    @property
+    def body(self) -> Callable[..., Any] | None: ...
+    @property
+    def spread(self) -> bool: ...
+    @property
+    def result(self) -> Callable[[Sequence[Any]], Any] | None: ...
+    @property
+    def pattern(self) -> tuple | None: ...
+
+
+class Bindable(Protocol):
+    """What an entry is written for: a specialisation (see specialise/specialisation.py)."""
+
+    @property
+    def executable(self) -> Body: ...
+    @property
+    def lifted(self) -> Callable[[list[Any]], list[Any] | None]: ...
+    @property
+    def captured(self) -> Captured | None: ...
+    @property
+    def guards(self) -> Guards | None: ...
+    @property
+    def symbols(self) -> Symbols | None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """A bound specialisation: its function with the names that it sees, its text, and what it takes to be as it was.
@@ -72,7 +103,7 @@ class Entry:
     `tables` are dicts with their versions; `born` is how many calls had found something when it was made or renewed.
     """
 
-    found: Any
+    specialisation: Bindable
     run: Callable[[Any, tuple, dict], Any]
     source: str
     scope: dict[str, Any]
@@ -86,30 +117,38 @@ class Bindings:
 
     Attributes:
         runs: their functions, which is all that a call looks at.
+        written: the entry of each specialisation that has one, whether it is among the newest or not;
+        unbound: why a specialisation has none, and never will.
         made, renewed: how often one was written, and was given new versions; restless: dicts that keep changing, by id,
             and how often.
     """
 
     runs: tuple[Callable[[Any, tuple, dict], Any], ...] = ()
     entries: tuple[Entry, ...] = ()
+    written: dict[Bindable, Entry] = field(default_factory=dict)
+    unbound: dict[Bindable, str] = field(default_factory=dict)
     made: int = 0
     renewed: int = 0
     restless: dict[int, tuple[dict, int]] = field(default_factory=dict)
 
-    def add(self, found: Any, call: Call, hits: int) -> None:
+    def add(self, specialisation: Bindable, call: Call, hits: int) -> None:
         """Put in front the entry of a specialisation that a call has just found the general way, written or renewed
         where that pays.
         """
-        entry: Entry | None = found.entry
+        if specialisation in self.unbound:
+            return
+        entry = self.written.get(specialisation)
         if entry is None or any(entry is other for other in self.entries):  # there, and yet it did not answer
-            entry = self.fresh(entry, found, call, hits)
-        found.entry = entry
+            entry = self.fresh(entry, specialisation, call, hits)
+        others = [other for other in self.entries if other.specialisation is not specialisation]
         if entry is None:
-            self.drop(found)
+            self.written.pop(specialisation, None)
+            self.put(others)
         else:
-            self.put([entry, *[other for other in self.entries if other.found is not found][: ENTRIES - 1]])
+            self.written[specialisation] = entry
+            self.put([entry, *others[: ENTRIES - 1]])
 
-    def fresh(self, entry: Entry | None, found: Any, call: Call, hits: int) -> Entry | None:
+    def fresh(self, entry: Entry | None, specialisation: Bindable, call: Call, hits: int) -> Entry | None:
         """Renew or write an entry; None where entries have not paid so far, or cannot be."""
         if entry is not None:
             if hits - entry.born < OFTEN:
@@ -120,12 +159,12 @@ class Bindings:
         if self.made > 16 and self.made * OFTEN > hits:
             return None
         self.made += 1
-        made = bind(found, call, self.restless)
-        if isinstance(made, str):
-            found.body, found.unbound = None, made
+        bound = bind(specialisation, call, self.restless)
+        if isinstance(bound, str):
+            self.unbound[specialisation] = bound
             return None
-        made.born = hits
-        return made
+        bound.born = hits
+        return bound
 
     def learn(self, entry: Entry) -> None:
         """Count the dicts on whose account an entry soon stopped to hold though the guards still do."""
@@ -135,9 +174,11 @@ class Bindings:
             if version_of(table) != version:
                 self.restless[id(table)] = (table, self.restless.get(id(table), (table, 0))[1] + 1)
 
-    def drop(self, found: Any) -> None:
-        """Forget a specialisation."""
-        self.put([entry for entry in self.entries if entry.found is not found])
+    def forget(self, specialisation: Bindable) -> None:
+        """Drop a specialisation that is kept no longer."""
+        self.written.pop(specialisation, None)
+        self.unbound.pop(specialisation, None)
+        self.put([entry for entry in self.entries if entry.specialisation is not specialisation])
 
     def put(self, entries: list[Entry]) -> None:
         self.entries = tuple(entries)
@@ -163,20 +204,22 @@ class Call:
     @property
     def flat(self) -> bool:
         """Whether each argument is one leaf: no containers, nothing that flattening changes."""
-        given = (*self.args, *self.kwargs.values())
-        return len(given) == len(self.leaves) and all(map(operator.is_, given, self.leaves))
+        arguments = (*self.args, *self.kwargs.values())
+        return len(arguments) == len(self.leaves) and all(map(operator.is_, arguments, self.leaves))
 
 
-def bind(found: Any, call: Call, restless: dict) -> Entry | str:
+def bind(specialisation: Bindable, call: Call, restless: dict) -> Entry | str:
     """Write the entry of a call, or say why the general way has to check it each time."""
-    leaves, lifted = call.leaves, call.tensors
-    if reason := why_not(found, call):
+    captured, guards, executable = specialisation.captured, specialisation.guards, specialisation.executable
+    if captured is None or guards is None:
+        return "it was not captured"
+    if reason := why_not(guards, call):
         return reason
-    symbols = found.symbols
-    given = Given(call, symbols.scalars if symbols is not None else ())
-    watched = watch(found.guards.writer, lifted, restless)
+    leaves, lifted, symbols = call.leaves, call.tensors, specialisation.symbols
+    arguments = Arguments(call, symbols.scalars if symbols is not None else ())
+    watched = watch(guards.writer, lifted, restless)
     beside = [] if watched.tensors else lifted  # of the arguments' check
-    scope = torch_state() | watched.scope | {f"v{number}": leaves[number] for number in given.values}
+    scope = torch_state() | watched.scope | {f"v{number}": leaves[number] for number in arguments.values}
     scope |= {
         "owner": call.receiver,
         "names": [*call.kwargs],
@@ -184,33 +227,36 @@ def bind(found: Any, call: Call, restless: dict) -> Entry | str:
         "local": LOCAL,
         "MISS": MISS,
         "ERRORS": ERRORS,
+        "body": executable.body,
+        "result": executable.result,
+        "memory_pattern": memory_pattern,
+        "pattern": executable.pattern,
     }
-    scope |= {"body": found.body, "result": found.result, "memory_pattern": memory_pattern, "pattern": found.pattern}
-    free = [symbols.free(number) for number in given.distinct] + [((), ())] * len(beside) if symbols is not None else ()
-    scope["same_tensors"] = tensor_check([*(leaves[number] for number in given.distinct), *beside], free)
+    free = [symbols.free(n) for n in arguments.distinct] + [((), ())] * len(beside) if symbols is not None else ()
+    scope["same_tensors"] = tensor_check([*(leaves[number] for number in arguments.distinct), *beside], free)
     scope["elsewhere"] = frozenset(map(id, lifted)).isdisjoint
-    tensors, inputs = given.names(given.distinct, beside), given.names(found.captured.positions, lifted)
-    conditions = [f"same_tensors({tensors})"] if given.distinct or beside else []
-    conditions += [f"elsewhere(map(id, ({tensors},)))"] if watched.tensors and given.distinct else []
-    conditions += [*given.conditions, *STATE, *watched.conditions]
+    tensors, inputs = arguments.names(arguments.distinct, beside), arguments.names(captured.positions, lifted)
+    conditions = [f"same_tensors({tensors})"] if arguments.distinct or beside else []
+    conditions += [f"elsewhere(map(id, ({tensors},)))"] if watched.tensors and arguments.distinct else []
+    conditions += [*arguments.conditions, *STATE, *watched.conditions]
     reads, tests = symbols.reads("a{}", checked=True) if symbols is not None else ([], [])
-    tests += [f"memory_pattern([{inputs}]) == pattern"] if found.pattern is not None else []
+    tests += [f"memory_pattern([{inputs}]) == pattern"] if executable.pattern is not None else []
     inputs = ", ".join([inputs, *symbols.names]) if symbols is not None else inputs
-    source = text(given, [*checks(conditions), *reads, *checks(tests)], returned(found, inputs))
+    result = returned(captured, executable, inputs)
+    source = text(arguments, [*checks(conditions), *reads, *checks(tests)], result)
     # under the name of this file, so that a capture that meets an entry takes it for ours and does not look into it
-    exec(compile(source, f"{__file__}, entry of {found.captured.name or 'function'}", "exec"), scope)
-    if not still(found, call):
+    exec(compile(source, f"{__file__}, entry of {captured.name or 'function'}", "exec"), scope)
+    if not still(specialisation, call):
         return "what it reads changed while it was bound"
-    return Entry(
-        found, scope.pop("entry"), source, scope, watched.tables
-    )  # no circle, so that old parameters go at once
+    run = scope.pop("entry")  # no circle, so that old parameters go at once
+    return Entry(specialisation, run, source, scope, watched.tables)
 
 
-def still(found: Any, call: Call) -> bool:
+def still(specialisation: Bindable, call: Call) -> bool:
     """Whether the guards hold and find the same tensors; asked after versions were taken, or a change in between would
     go unseen.
     """
-    again = found.lifted(call.leaves)
+    again = specialisation.lifted(call.leaves)
     return again is not None and len(again) == len(call.lifted) and all(map(operator.is_, again, call.tensors))
 
 
@@ -227,13 +273,13 @@ def renew(entry: Entry, call: Call, restless: dict) -> bool:
     versions = tuple((table, version_of(table)) for table in tables)
     objects, tensors = entry.scope["others"]
     unchanged = dict_check(tables, objects, tensors)
-    if not still(entry.found, call):
+    if not still(entry.specialisation, call):
         return False
     entry.tables, entry.scope["unchanged"] = versions, unchanged
     return True
 
 
-def why_not(found: Any, call: Call) -> str:
+def why_not(guards: Guards, call: Call) -> str:
     """Why a call cannot be bound; "" where it can."""
     tensors = [leaf for leaf in call.leaves if type(leaf) in PLAIN]
     if not call.flat:
@@ -247,7 +293,7 @@ def why_not(found: Any, call: Call) -> str:
             return (
                 f"an argument is {leaf!r}" if type(leaf) is float else f"an argument is of type {type(leaf).__name__}"
             )
-    if any("leaves[" in condition for condition, _ in found.guards.writer.guarded):
+    if any("leaves[" in condition for condition, _ in guards.writer.guarded):
         return "a tensor that it reads has to be one of its arguments"
     return (
         "the state of torch is compared by the key: autocast, a mode, a default device, or hooks on every module"
@@ -256,7 +302,7 @@ def why_not(found: Any, call: Call) -> str:
     )
 
 
-class Given:
+class Arguments:
     """The arguments of a call as an entry names them.
 
     Attributes:
@@ -298,9 +344,9 @@ def checks(conditions: list[str]) -> list[str]:
     ]
 
 
-def text(given: Given, statements: list[str], result: str) -> str:
+def text(arguments: Arguments, statements: list[str], result: str) -> str:
     """The source of an entry. Names of keywords are compared in order, which a function can see."""
-    call = given.call
+    call = arguments.call
     keyed = "[*kwargs] != names" if call.kwargs else "kwargs"
     lines = ["def entry(receiver, args, kwargs):"]
     lines.append(f"    if receiver is not owner or {keyed} or len(args) != {len(call.args)}: return MISS")
@@ -313,13 +359,13 @@ def unpacked(call: Call) -> list[str]:
     """The lines that name each argument."""
     names = [f"a{number}, " for number in range(len(call.leaves))]
     positional, keyed = "".join(names[: len(call.args)]), "".join(names[len(call.args) :])
-    return [f"    {given}= {what}" for given, what in ((positional, "args"), (keyed, "kwargs.values()")) if given]
+    return [f"    {named}= {what}" for named, what in ((positional, "args"), (keyed, "kwargs.values()")) if named]
 
 
-def returned(found: Any, inputs: str) -> str:
+def returned(captured: Captured, executable: Body, inputs: str) -> str:
     """The expression that runs the graph and builds the user's result."""
-    call = f"body({inputs})" if found.spread else f"body([{inputs}])"
-    return f"{call}[0]" if found.captured.bare else f"result({call})"
+    call = f"body({inputs})" if executable.spread else f"body([{inputs}])"
+    return f"{call}[0]" if captured.bare else f"result({call})"
 
 
 def literal(number: int, value: Any) -> str | None:
@@ -358,15 +404,15 @@ def torch_state() -> dict[str, Any]:
         hooks._global_backward_hooks,
         hooks._global_backward_pre_hooks,
     )
-    found: dict[str, Any] = {f"hooks_{number}": table for number, table in enumerate(tables)}
-    found |= {"autocast": torch._C._is_any_autocast_enabled, "modes": torch._C._len_torch_dispatch_stack}
-    found |= {
+    scope: dict[str, Any] = {f"hooks_{number}": table for number, table in enumerate(tables)}
+    scope |= {"autocast": torch._C._is_any_autocast_enabled, "modes": torch._C._len_torch_dispatch_stack}
+    scope |= {
         "functions": torch._C._len_torch_function_stack,
         "grad": torch._C.is_grad_enabled,
         "dtype": torch.get_default_dtype,
     }
-    found["deterministic"] = torch._C._get_deterministic_algorithms
-    return found | {f"{name}_now": found[name]() for name in ("grad", "dtype", "deterministic")}
+    scope["deterministic"] = torch._C._get_deterministic_algorithms
+    return scope | {f"{name}_now": scope[name]() for name in ("grad", "dtype", "deterministic")}
 
 
 def elsewhere() -> bool:
@@ -405,7 +451,7 @@ class Watched:
     tensors: bool = False
 
 
-def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched:
+def watch(writer: Writer, lifted: list[Tensor], restless: dict) -> Watched:
     """Sort the guards' conditions."""
     tables: dict[int, dict] = {}
     objects: dict[int, Any] = {}
@@ -424,10 +470,12 @@ def watch(writer: Any, lifted: list[Tensor], restless: dict) -> Watched:
             empty.append(contents)
     scope = dict(writer.scope)
     for number in range(len(lifted)):
-        read = writer.captured.recorder.sources.get(id(writer.captured.lifted[number]))
-        holders = () if read is None else holders_of(read, restless)
+        source = writer.captured.recorder.sources.get(id(writer.captured.lifted[number]))
+        if source is None:
+            continue
+        holders = holders_of(source, restless)
         if holders is None:
-            conditions.append(f"{writer.expression(read)} is lifted[{number}]")
+            conditions.append(f"{writer.expression(source)} is lifted[{number}]")
         else:
             tables |= {id(table): table for table in holders}
     scope |= {
@@ -458,7 +506,7 @@ def pinned(scope: dict[str, Any], value: Any) -> str:
     return name
 
 
-def covered(read: Read, writer: Any, restless: dict) -> tuple[tuple[dict, ...] | None, Any]:
+def covered(read: Read, writer: Writer, restless: dict) -> tuple[tuple[dict, ...] | None, Any]:
     """The dicts whose versions stand for a condition, None where none do; and the container that in addition has to
     stay empty.
     """

@@ -3,7 +3,7 @@
 In: a specialisation and the call that it was made or found for. Out: a callable of the arguments of calls like that
 one.
 
-    >>> step = unguarded(found, call)
+    >>> step = unguarded(specialisation, call)
     >>> step(x, weight)
     tensor([...])
 
@@ -19,13 +19,15 @@ from ..capture import pytree
 from ..capture.guards.guards import key_for
 from ..capture.guards.recompile_reasons import differences
 from ..errors import FusejitError
-from .fast_path import Call, beyond, elsewhere, returned, unpacked
+from .fast_path import Bindable, Call, beyond, elsewhere, returned, unpacked
 
 
-def unguarded(found: Any, call: Call) -> Callable[..., Any]:
+def unguarded(specialisation: Bindable, call: Call) -> Callable[..., Any]:
     """Return what runs a specialisation on the arguments of calls that promise to be like this one."""
-    run, lifted = found.run, call.lifted
-    if not call.flat or found.body is None or beyond():
+    executable, captured, lifted = specialisation.executable, specialisation.captured, call.lifted
+    run = executable.run
+    assert run is not None
+    if captured is None or not call.flat or executable.body is None or beyond():
 
         def general(*args: Any, **kwargs: Any) -> Any:
             leaves: list[Any] = []
@@ -33,24 +35,27 @@ def unguarded(found: Any, call: Call) -> Callable[..., Any]:
             return run(leaves, lifted)
 
         return general
-    inputs = ", ".join([f"a{position}" for position in found.captured.positions] + (["*lifted"] if lifted else []))
-    source = "\n".join(["def bound(*args, **kwargs):", *unpacked(call), f"    return {returned(found, inputs)}", ""])
-    scope = {"lifted": tuple(lifted), "body": found.body, "result": found.result}
-    exec(compile(source, f"{__file__}, {found.captured.name or 'function'} without guards", "exec"), scope)
+    inputs = ", ".join([f"a{position}" for position in captured.positions] + (["*lifted"] if lifted else []))
+    result = returned(captured, executable, inputs)
+    source = "\n".join(["def bound(*args, **kwargs):", *unpacked(call), f"    return {result}", ""])
+    scope: dict[str, Any] = {"lifted": tuple(lifted), "body": executable.body, "result": executable.result}
+    exec(compile(source, f"{__file__}, {captured.name or 'function'} without guards", "exec"), scope)
     return scope.pop("bound")  # type: ignore[no-any-return]
 
 
-def promised(run: Callable, found: Any, bound: Call, key: tuple, name: Callable[[Any, int], str]) -> Callable[..., Any]:
+def promised(
+    run: Callable, specialisation: Bindable, bound: Call, key: tuple, name: Callable[[Any, int], str]
+) -> Callable[..., Any]:
     """A bound callable that checks what its caller promised (FUSEJIT_DEBUG=1)."""
-    fn = found.captured.name if found.captured is not None else "function"
+    fn = specialisation.captured.name if specialisation.captured is not None else "function"
     way_out = f"a bound call checks nothing, so call {fn} itself, or bind it again"
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         leaves: list[Any] = []
         now = key_for(bound.receiver, args, kwargs, leaves)
-        lifted = found.lifted(leaves) if now == key else None
+        lifted = specialisation.lifted(leaves) if now == key else None
         if lifted is None or elsewhere():
-            reason = "; ".join(map(str, differences(now, leaves, [(key, found.guards)], name)[:3]))
+            reason = "; ".join(map(str, differences(now, leaves, [(key, specialisation.guards)], name)[:3]))
             raise FusejitError(f"{fn} was bound, and the call breaks the promise: {reason}: {way_out}")
         if any(
             one is not other and not (type(one) is int and one == other)

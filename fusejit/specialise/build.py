@@ -1,8 +1,7 @@
 """Build: a captured graph on its way to a backend.
 
 In: the backend that the options and the tensors ask for (`resolve`), a captured graph. Out: its forward and backward,
-compiled
-(`build_programs`, which returns autodiff's `Built`).
+compiled (`build_programs`, which returns autodiff's `Built`).
 
     >>> resolve(Settings(), [torch.ones(3)])
     'eager'
@@ -10,21 +9,29 @@ compiled
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import knobs
 from ..capture.regions.extract import Region
 from ..capture.shapes.region_sizes import SYMBOLIC
+from ..compile_log import CompileLog
 from ..errors import FusejitError, Unsupported
 from ..options import Settings
 from ..runtime.eager import eager
 from .dump import dump
+
+if TYPE_CHECKING:
+    from ..autodiff.built import Built, Compiler
+    from ..autodiff.region_ops import Toolchain
+    from ..compile import Options
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -75,88 +82,104 @@ def prepare_interpreter(backend: str) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def half_compiler(
-    found: Any, settings: Settings, options: Any
-) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
-    """The compiler of the forward and of the backward; notes stages, milliseconds and fallbacks in the specialisation
-    `found`.
+def effective(backend: str, settings: Settings) -> str:
+    """The backend of Programs: at O0, and on "eager", they run op by op."""
+    return "eager" if settings.jit_level == "O0" else backend
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HalfCompiler:
+    """The compiler of a forward and of its backward, now or when that is needed.
+
+    Attributes:
+        log: of stages, milliseconds and fallbacks.
+        regions: the compiled regions that both call, which live as long as one of them may still be compiled.
     """
-    from ..compile import compile_graph
-    from ..runtime import cudagraph
-    from ..runtime.multiversion import Variants
 
-    plain = found.backend == "eager"
+    options: Options
+    records: bool
+    log: CompileLog
+    regions: list[Any] = field(default_factory=list)
 
-    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
-        start = time.perf_counter()
+    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
+        from ..compile import compile_graph
+        from ..runtime import cudagraph
+        from ..runtime.multiversion import Variants
 
-        def record(name: str, value: Any) -> None:
-            found.record[f"{stage}.{name}"] = value
-            dump(f"{stage}.{name}", value)
-
-        program: Any = eager_program(module) if plain else compile_graph(module, inputs, options, record=record)
-        if isinstance(program, Variants) and settings.records:
-            found.dynamic.append("no CUDA graph: a recording holds the sizes of one call")
-        elif not plain and settings.records:
+        start, plain = time.perf_counter(), self.options.backend == "eager"
+        note = functools.partial(self.note, stage)
+        program: Any = eager_program(module) if plain else compile_graph(module, inputs, self.options, record=note)
+        if isinstance(program, Variants) and self.records:
+            self.log.dynamic.append("no CUDA graph: a recording holds the sizes of one call")
+        elif not plain and self.records:
             program = cudagraph.record(program)
-        spent = (time.perf_counter() - start) * 1e3
-        found.compile_ms[stage] = found.compile_ms.get(stage, 0.0) + spent
+        self.log.spend(stage, (time.perf_counter() - start) * 1e3)
         return program
 
-    return compiler
+    def note(self, stage: str, name: str, value: Any) -> None:
+        """Keep what a pass made."""
+        self.log.record[f"{stage}.{name}"] = value
+        dump(f"{stage}.{name}", value)
 
 
-def build_programs(found: Any, graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings) -> Any:
+def toolchain(
+    graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings, options: Options
+) -> Toolchain:
+    """What compiles the regions of a graph: their decompositions, and how their captured graphs are rewritten first."""
+    from ..autodiff.cumprod_backward import scan_cumprods
+    from ..autodiff.region_ops import Toolchain
+    from ..autodiff.sdpa_for_target import retarget_attention
+    from ..codegen.ops.decompositions import table
+    from ..codegen.ops.random import with_draws
+
+    plain, limit = options.backend == "eager", settings.most_at_once
+    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain, limit)))
+    if plain:
+        drawn = torch.Tag.nondeterministic_seeded  # op by op, random numbers stay eager's
+        known = {op: rule for op, rule in table().items() if drawn not in op.tags} if larger(graph, limit) else {}
+        return Toolchain(region_compiler(options), known, lambda module: module, flavour)
+    elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
+    rewrite = (lambda module: scan_cumprods(retarget_attention(module))) if elsewhere else scan_cumprods
+    return Toolchain(region_compiler(options), with_draws(table(), settings.numerics), rewrite, flavour)
+
+
+def build_programs(
+    graph: torch.fx.GraphModule, tensors: Sequence[Tensor], settings: Settings, backend: str, log: CompileLog
+) -> Built:
     """Trace the joint graph and compile it with fusejit's own back end."""
     from ..autodiff.chunked.canonicalize import heads
     from ..autodiff.chunked.chunk import chunk
     from ..autodiff.compose_regions import compose
-    from ..autodiff.cumprod_backward import scan_cumprods
     from ..autodiff.joint import build
     from ..autodiff.move_across_regions import join_seams
-    from ..autodiff.region_ops import Toolchain, call_regions
-    from ..autodiff.sdpa_for_target import retarget_attention
-    from ..codegen.ops.decompositions import table
-    from ..codegen.ops.random import with_draws
+    from ..autodiff.region_ops import call_regions
     from ..codegen.schedule.device import machine
     from ..compile import Options
 
-    prepare_interpreter(found.backend)
-    plain = found.backend == "eager" or settings.jit_level == "O0"
-    if plain:
-        found.backend = "eager"
-    options = Options(
-        backend=found.backend, jit_level=settings.jit_level, numerics=settings.numerics, target=settings.target
-    )
-    compiler = half_compiler(found, settings, options)
-    start = time.perf_counter()
-    elsewhere = settings.target is not None and not any(tensor.is_cuda for tensor in tensors)
-    rewrite = (lambda module: scan_cumprods(retarget_attention(module))) if elsewhere else scan_cumprods
-    rewrite = (lambda module: module) if plain else rewrite
-    limit = settings.most_at_once
+    options = Options(backend, settings.jit_level, settings.numerics, settings.target)
+    compiler = HalfCompiler(options, settings.records, log)
+    start, limit = time.perf_counter(), settings.most_at_once
     graph, changed = heads(graph, limit)
-    found.rewrites += changed
-    flavour = "/".join(map(str, (options.backend, options.jit_level, options.numerics, options.target, plain, limit)))
-    drawn = torch.Tag.nondeterministic_seeded  # op by op, random numbers stay eager's
-    known = {op: rule for op, rule in table().items() if drawn not in op.tags} if plain and larger(graph, limit) else {}
-    decompositions = known if plain else with_draws(table(), settings.numerics)
-    tools = Toolchain(region_compiler(options), decompositions, rewrite, flavour)
-    tools.change = lambda module: found.rewrites.extend(chunk(module, limit, tools.compiler, flavour))
-    graph = rewrite(graph)
+    log.rewrites += changed
+    tools = toolchain(graph, tensors, settings, options)
+    tools.change = lambda module: log.rewrites.extend(chunk(module, limit, tools.compiler, tools.flavour))
+    graph = tools.rewrite(graph)
     calls = any(isinstance(node.target, Region) for node in graph.graph.nodes)
     calls = calls and not any(isinstance(tensor, SYMBOLIC) for tensor in tensors)
-    if calls and not plain and settings.jit_level == "O3":
-        graph, joined = join_seams(graph, decompositions, machine(settings.target))
-        found.rewrites.extend(joined)
+    if calls and backend != "eager" and settings.jit_level == "O3":
+        graph, joined = join_seams(graph, tools.decompositions, machine(settings.target))
+        log.rewrites += joined
     built = compose(graph, tensors, tools, compiler) if calls else None
     if built is None:
         graph, regions = call_regions(graph, tools)
         built = build(graph, tensors, compiler, tools.decompositions, tools.change)
         built.regions = regions
-    found.inlined += tools.notes
-    found.compile_ms["regions"] = tools.spent_ms
-    spent = sum(found.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions"))
-    found.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - spent
+    compiler.regions.extend(built.regions)
+    built.log = log
+    log.inlined += tools.notes
+    log.compile_ms["regions"] = tools.spent_ms
+    spent = sum(log.compile_ms.get(stage, 0.0) for stage in ("forward", "backward", "regions"))
+    log.compile_ms["joint"] = (time.perf_counter() - start) * 1e3 - spent
     return built
 
 
@@ -179,14 +202,14 @@ def eager_program(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequenc
     run = eager(module)
 
     def program(inputs: list[Any]) -> Sequence[Any]:
-        given = tuple(inputs)
+        tensors = tuple(inputs)
         inputs.clear()
-        return run(*given)
+        return run(*tensors)
 
     return program
 
 
-def region_compiler(options: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any], str], Any]:
+def region_compiler(options: Options) -> Compiler:
     """The compiler of regions, which outlive the specialisation that needs them first and therefore know nothing of
     it.
     """

@@ -10,13 +10,14 @@ was decided is in its `dynamic`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..capture.shapes.policy import Dynamic
 from ..capture.tracer import LOCK
 from ..errors import CaptureError, Unsupported
 from .build import BackendError
-from .specialise import Specialisation
+from .specialisation import Specialisation
 
 
 def specialise_sizes(
@@ -37,7 +38,7 @@ def _specialise_sizes(
         notes.append(f"all sizes are numbers: {choice.why}")
     while choice.symbols is not None:
         try:
-            found = make(symbols=choice.symbols)
+            specialisation = make(symbols=choice.symbols)
             lines = sizes.settle(key, choice, name)
         except BackendError:
             raise
@@ -53,13 +54,11 @@ def _specialise_sizes(
                 notes.append(f"all sizes are numbers: {reason}")
         else:
             if not any(item.axis.scalar for item in choice.symbols.specialised()):
-                found.why, said = choice.why if "changed" in choice.why else "", sizes.fixed(key, name)
-                found.dynamic = [*notes, *choice.why.split("; "), *lines, *said]
-                sizes.add(key, found)
-                return found
+                notes += [*choice.why.split("; "), *lines, *sizes.fixed(key, name)]
+                return replace(
+                    specialisation.noting(dynamic=notes), resized=choice.why if "changed" in choice.why else ""
+                )
         choice = sizes.choose(
             key, leaves, name
         )  # once more without a number that the body needs: for one value it gains nothing
-    found = make()
-    found.dynamic = [*notes, *sizes.fixed(key, name)]
-    return found
+    return make().noting(dynamic=[*notes, *sizes.fixed(key, name)])

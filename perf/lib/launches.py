@@ -19,6 +19,7 @@ the driver for the kernel (`Launcher._elsewhere`), it is given one that returns 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -182,7 +183,9 @@ def jitted_to_nothing(jitted: Any, args: tuple, call: Call, body: Callable) -> C
     found.forward.__dict__["call"] = lambda inputs: (*body(), *saved)
     if call.dynamic:
         found.built.forward.dispatch = found.built.forward.chain()
-    found.body, found.spread = found.built.body()
+    body_of_program, spread = found.built.body()
+    executable = dataclasses.replace(found.executable, body=body_of_program, spread=spread)
+    object.__setattr__(found, "executable", executable)
     return jitted
 
 

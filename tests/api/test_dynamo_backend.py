@@ -89,7 +89,7 @@ def test_one_graph_has_a_program():
     x = leaf(3, 4)
     assert "row_sin_add_sum" in jitted.program(x).source
     found = jitted.specialisation(x)
-    assert found.backward is not None and found.why == "first call" and not found.fallbacks
+    assert found.backward is not None and jitted.explain(x).why == "first call" and not found.fallbacks
     assert jitted.cache_info()[:4] == (1, 0, 0, 0)  # explaining is no call
     jitted(x)
     assert jitted.cache_info()[:4] == (1, 1, 0, 0)
@@ -444,7 +444,9 @@ def test_where_falling_through_does_not_pay():
         assert jitted.cache_info()[:4] == (1, 1, 1, 1) and ".item()" in str(jitted.explain(x).fallbacks)
     empty = jit(lambda x: x.tolist(), backend="interpret")  # Dynamo finds no op between the breaks
     assert empty(x) == x.tolist() == empty(x)
-    assert "compiled nothing" in str(empty._order[0][1].fallbacks[1]) and empty.cache_info().hits == 1
+    assert (
+        "compiled nothing" in str(empty._table.entries[0].specialisation.fallbacks[1]) and empty.cache_info().hits == 1
+    )
     with pytest.raises(fusejit.CaptureError, match="y.sum"):
         jit(reads_a_value, backend="interpret", fullgraph=True)(x)
 

@@ -362,7 +362,7 @@ def test_case_55_mutable(backend):
     for length in (2, 3, 1, 2, 4):
         items = [torch.full((2,), float(n)) for n in range(length)]
         assert_close(summed(fusejit.mutable(items)), torch.full((2,), float(sum(2 * n for n in range(length)))))
-    compiled = [found for _, found in summed._order if found.run is not None]
+    compiled = [entry for entry in summed._table.entries if entry.specialisation.run is not None]
     assert len(compiled) == 1
     reasons = str(summed.explain(fusejit.mutable([torch.ones(2)] * 3)).fallbacks[0])
     assert "another length" in reasons and "dynamic_len=False" in reasons

@@ -163,10 +163,11 @@ def test_an_entry_is_never_laxer_than_the_guards(name):
     change()
     args = arguments()
     leaves: list = []
-    found = {id(item): item.lifted(leaves) for item in function._table.get(key_for(None, args, {}, leaves), ())}
+    held = function._table.by_key.get(key_for(None, args, {}, leaves), ())
+    lifted = {id(entry.specialisation): entry.lifted(leaves) for entry in held}
     for entry in before:
         if entry.run(None, args, {}) is not MISS:
-            assert found.get(id(entry.found)) is not None
+            assert lifted.get(id(entry.specialisation)) is not None
 
 
 def test_most_mutations_are_bound_before_they_change():

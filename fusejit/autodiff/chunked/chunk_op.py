@@ -24,7 +24,6 @@ from torch.fx import GraphModule
 
 from ...codegen.ops.builder import line_of
 from ...codegen.ops.decompositions import short
-from ...codegen.passes.lower import PROGRAMS
 from ...fork_locks import renewed
 
 Tensor = torch.Tensor
@@ -97,4 +96,3 @@ def program(args: Sequence[Any], strides: list[tuple[int, ...]]) -> tuple[str, A
 
 torch.library.register_fake("fusejit::rows", fake, lib=LIBRARY)
 LIBRARY.impl("rows", run, "CompositeExplicitAutograd")
-PROGRAMS[ROWS] = program

@@ -85,6 +85,10 @@ class Record:
     results: list[tuple[str, Any]] = field(default_factory=list)
     reason: str = ""
 
+    def inputs(self) -> list[Tensor]:
+        """The tensors of the region's inputs, constants aside."""
+        return [self.leaves[what] if how == "leaf" else what for how, what in self.sources if how != "node"]
+
 
 def begin(number: int) -> None:
     """Mark in a graph where the first call of a block starts; never run."""
@@ -98,50 +102,18 @@ class Refused(Exception):
     """A call that cannot be a region; the argument says why."""
 
 
-class Regions:
-    """Sees the calls of blocks during one capture; made by `capture` inside its trace.
+class Blocks:
+    """Which modules are blocks: marked, or repeated in one container.
 
     Attributes:
-        found: the regions, after `cut`. inlined: (block, reason) of what was captured in place though marked or
-            repeated.
+        repeated: by id; scanned: the modules that were looked at, by id.
     """
 
-    def __init__(self, tracing: Tracing, recorder: Recorder) -> None:
-        self.tracing, self.recorder = tracing, recorder
-        self.records: list[Record] = []
-        self.kinds: dict[Any, list[Record]] = {}
+    def __init__(self) -> None:
         self.repeated: set[int] = set()
-        self.scanned: dict[int, Any] = {}
-        self.inlined: dict[tuple[str, str], None] = {}
-        self.found: tuple[Region, ...] = ()
+        self.scanned: dict[int, torch.nn.Module] = {}
 
-    # Seeing calls.
-
-    def __enter__(self) -> Regions:
-        LOCAL.regions = self
-        called: Any = torch.nn.Module.__dict__["__call__"]
-
-        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            mark = self.mark_of(module) if self.sees() else None
-            if mark is None or hooked(module):
-                return called(module, *args, **kwargs)
-            return self.call(type(module).__name__, mark, module, lambda: called(module, *args, **kwargs), args, kwargs)
-
-        self.recorder.replace(torch.nn.Module, "__call__", call)  # the recorder puts it back
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        LOCAL.regions = None
-
-    def sees(self) -> bool:
-        """Whether a call now goes into this trace as it stands: not inside a torch.func transform, nor in a branch on a
-        tensor.
-        """
-        if threading.get_ident() != self.recorder.owner or self.recorder.silent or marking_now():
-            return False  # what a checkpoint computes again is no call of its own
-        return torch._C._functorch.maybe_current_level() is None and _get_current_function_mode() is self.tracing
-
-    def mark_of(self, module: Any) -> Mark | None:
+    def mark_of(self, module: torch.nn.Module) -> Mark | None:
         """How the module is captured; None: in place, without a word."""
         if id(module) not in self.scanned:
             self.scan(module)
@@ -170,6 +142,119 @@ class Regions:
                 if len(group) >= AUTOMATIC:
                     self.repeated.update(map(id, group))
 
+
+class Nodes:
+    """The graph's nodes of the values of a capture."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self.tracing = tracing
+
+    def tracer(self) -> Any:
+        """The tracer of the open trace."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+        mode: Any = get_proxy_mode()
+        return mode.tracer
+
+    def twin(self, value: Any) -> Any:
+        """What the trace has for a value, outside the trace's own function mode: looking at a tensor there would make
+        it an input twice.
+        """
+        with torch._C.DisableTorchFunction():
+            return self.tracing.replace(value)
+
+    def of(self, value: Tensor, like: Tensor | None = None) -> torch.fx.Node:
+        """The graph's node of a tensor; a real one met for the first time becomes an input.
+
+        Where it only takes the place of an equal tensor (`like`), it needs no fake twin, which costs more than all the
+        rest of a call.
+        """
+        from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+        tracing, tracer = self.tracing, self.tracer()
+        if id(value) in tracing.placed:
+            return tracing.placed[id(value)]
+        if like is not None and id(value) not in tracing.twins and type(value) in PLAIN_TYPES:
+            node = tracing.placed[id(value)] = tracing.place(value, tracer)
+            node.meta.update(self.of(like).meta)
+            return node
+        slot: Any = get_proxy_slot(self.twin(value), tracer, None)
+        if slot is None:
+            raise Refused("it uses a tensor that torch's tracing did not see made")
+        return slot.proxy.node
+
+    def constant(self, node: torch.fx.Node) -> Any:
+        return getattr(self.tracer().root, str(node.target), None)
+
+    def write_call(self, record: Record, pairs: Any, leaves: list[Any]) -> Any:
+        """Write a call of a region with another block's tensors; returns its result."""
+        import torch.fx.traceback as fx_traceback
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
+
+        self.tracing.note_grad()
+        fx_traceback.current_meta["stack_trace"] = frame_entry(user_frame(sys._getframe(2), self.tracing.stop))
+        tracer = self.tracer()
+        wrap = lambda node: torch.fx.Proxy(node, tracer)  # noqa: E731
+        find = {
+            "leaf": lambda place: self.of(leaves[place]),
+            "tensor": lambda old: self.of(pairs.of(old), old),
+            "node": keep,
+        }
+        inputs = tuple(wrap(find[how](what)) for how, what in record.sources)
+        called = tracer.create_proxy("call_function", record.region, inputs, {}, name=record.name.lower())
+        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+            fakes = [stand_in(spec) for spec in record.region.outputs]
+        for place, fake in enumerate(fakes):
+            item = tracer.create_proxy("call_function", operator.getitem, (called, place), {})
+            with torch._C.DisableTorchFunction():
+                track_tensor_tree(fake, item, constant=None, tracer=tracer)
+        called.node.meta["val"] = tuple(fakes)
+        value = {"made": fakes.__getitem__, "leaf": leaves.__getitem__, "value": lambda constant: constant}
+        return pytree.unflatten(record.structure, iter([value[how](what) for how, what in record.results]))
+
+
+class Regions:
+    """Sees the calls of blocks during one capture; made by `capture` inside its trace.
+
+    Attributes:
+        found: the regions, after `cut`. inlined: (block, reason) of what was captured in place though marked or
+            repeated.
+    """
+
+    def __init__(self, tracing: Tracing, recorder: Recorder) -> None:
+        self.tracing, self.recorder = tracing, recorder
+        self.nodes, self.blocks = Nodes(tracing), Blocks()
+        self.records: list[Record] = []
+        self.kinds: dict[Any, list[Record]] = {}
+        self.inlined: dict[tuple[str, str], None] = {}
+        self.found: tuple[Region, ...] = ()
+
+    # Seeing calls.
+
+    def __enter__(self) -> Regions:
+        LOCAL.regions = self
+        called: Any = torch.nn.Module.__dict__["__call__"]
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            mark = self.blocks.mark_of(module) if self.sees() else None
+            if mark is None or hooked(module):
+                return called(module, *args, **kwargs)
+            return self.call(type(module).__name__, mark, module, lambda: called(module, *args, **kwargs), args, kwargs)
+
+        self.recorder.replace(torch.nn.Module, "__call__", call)  # the recorder puts it back
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        LOCAL.regions = None
+
+    def sees(self) -> bool:
+        """Whether a call now goes into this trace as it stands: not inside a torch.func transform, nor in a branch on a
+        tensor.
+        """
+        if threading.get_ident() != self.recorder.owner or self.recorder.silent or marking_now():
+            return False  # what a checkpoint computes again is no call of its own
+        return torch._C._functorch.maybe_current_level() is None and _get_current_function_mode() is self.tracing
+
     # One call.
 
     def call(
@@ -196,7 +281,7 @@ class Regions:
                     break
                 pairs = relocate(record.window.reads.values(), self.recorder, zip(record.roots, roots))
                 if pairs is not None:
-                    return self.write_call(record, pairs, leaves)
+                    return self.nodes.write_call(record, pairs, leaves)
             else:
                 record = None
         if record is not None:
@@ -236,9 +321,11 @@ class Regions:
 
     def first(self, record: Record, run: Callable[[], Any], known: list[Record]) -> Any:
         """Run a call between two marks and see whether its graph can stand alone."""
-        tracer, number = self.tracer(), record.number
+        tracer, number = self.nodes.tracer(), record.number
         arguments = {
-            self.node(leaf): place for place, leaf in reversed([*enumerate(record.leaves)]) if isinstance(leaf, Tensor)
+            self.nodes.of(leaf): place
+            for place, leaf in reversed([*enumerate(record.leaves)])
+            if isinstance(leaf, Tensor)
         }
         self.tracing.note_grad()  # a switch of gradients stands on the side of the mark where it was made
         start = tracer.create_node("call_function", begin, (number,), {})
@@ -248,7 +335,7 @@ class Regions:
         self.tracing.note_grad()
         flat: list[Any] = []
         record.structure = pytree.flatten(out, flat)
-        flat = [self.twin(item) for item in flat]
+        flat = [self.nodes.twin(item) for item in flat]
         results: tuple[torch.fx.Node, ...] = ()
         inputs: tuple[torch.fx.Node, ...] = ()
         try:
@@ -265,33 +352,31 @@ class Regions:
 
     def results(self, record: Record, flat: list[Any]) -> tuple[torch.fx.Node, ...]:
         """Sort the leaves of the result; returns the graph's nodes of those that the region makes."""
-        given = {id(self.twin(leaf)): place for place, leaf in enumerate(record.leaves) if isinstance(leaf, Tensor)}
-        places: dict[int, int] = {}
-        made: list[torch.fx.Node] = []
-        memory = {memory_of(self.twin(tensor)) for how, tensor in self.given_tensors(record)}
+        arguments = {
+            id(self.nodes.twin(leaf)): place for place, leaf in enumerate(record.leaves) if isinstance(leaf, Tensor)
+        }
+        numbers: dict[int, int] = {}
+        outputs: list[torch.fx.Node] = []
+        memory = {memory_of(self.nodes.twin(tensor)) for tensor in record.inputs()}
         for item in flat:
             if not isinstance(item, Tensor):
                 if not isinstance(item, OUTPUT_VALUES):
                     raise Refused(f"it returns a {type(item).__name__}")
                 record.results.append(("value", item))
-            elif id(item) in given:
-                record.results.append(("leaf", given[id(item)]))
+            elif id(item) in arguments:
+                record.results.append(("leaf", arguments[id(item)]))
             else:
-                if id(item) not in places:
+                if id(item) not in numbers:
                     if memory_of(item) in memory:
                         raise Refused("a result shares memory with what it was given or with another result")
                     memory.add(memory_of(item))
-                    places[id(item)] = len(made)
-                    made.append(self.node(item))
+                    numbers[id(item)] = len(outputs)
+                    outputs.append(self.nodes.of(item))
                     record.region.outputs.append(self.spec(item))
-                record.results.append(("made", places[id(item)]))
-        if not made:
+                record.results.append(("made", numbers[id(item)]))
+        if not outputs:
             raise Refused("it makes no tensor")
-        return tuple(made)
-
-    def given_tensors(self, record: Record) -> list[tuple[str, Tensor]]:
-        """The tensors of a record's inputs, constants aside."""
-        return [(how, record.leaves[what] if how == "leaf" else what) for how, what in record.sources if how != "node"]
+        return tuple(outputs)
 
     def inputs(
         self, record: Record, start: torch.fx.Node, arguments: dict[torch.fx.Node, int]
@@ -306,7 +391,9 @@ class Regions:
         refuse_changes(own)
         read = self.tensors_read(record)
         needed = dict.fromkeys(source for node in own for source in node.all_input_nodes if source not in own)
-        needed = {node: None for node in needed if node.op != "get_attr" or isinstance(self.constant(node), Tensor)}
+        needed = {
+            node: None for node in needed if node.op != "get_attr" or isinstance(self.nodes.constant(node), Tensor)
+        }
         sizes = [node for node in needed if isinstance(node.meta.get("val"), SYMBOLIC)]
         needed = {node: None for node in needed if node not in sizes}
         for node in needed:
@@ -315,7 +402,7 @@ class Regions:
             find: dict[str, Callable[[Any], Tensor]] = {
                 "leaf": record.leaves.__getitem__,
                 "tensor": keep,
-                "node": self.constant,
+                "node": self.nodes.constant,
             }
             dtype, shape, stride, device, grad = self.spec(find[how](what))
             grad = grad and record.region.grad  # without gradients it does not matter who requires them
@@ -334,12 +421,9 @@ class Regions:
             return ("leaf", arguments[node])
         if node in read:
             return ("tensor", read[node])
-        if node.op == "get_attr" and isinstance(self.constant(node), Tensor):
+        if node.op == "get_attr" and isinstance(self.nodes.constant(node), Tensor):
             return ("node", node)
         raise Refused("it uses a tensor that is neither an argument nor an attribute, global or closure variable")
-
-    def constant(self, node: torch.fx.Node) -> Any:
-        return getattr(self.tracer().root, str(node.target), None)
 
     def tensors_read(self, record: Record) -> dict[torch.fx.Node, Tensor]:
         """The tensors that a block read, by the graph's nodes of them."""
@@ -351,69 +435,8 @@ class Regions:
                     or id(tensor) in self.tracing.placed
                     or type(tensor) not in PLAIN_TYPES
                 ):
-                    found.setdefault(self.node(tensor), tensor)
+                    found.setdefault(self.nodes.of(tensor), tensor)
         return found
-
-    # Writing a call.
-
-    def tracer(self) -> Any:
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-        mode: Any = get_proxy_mode()
-        return mode.tracer
-
-    def twin(self, value: Any) -> Any:
-        """What the trace has for a value, outside the trace's own function mode: looking at a tensor there would make
-        it an input twice.
-        """
-        with torch._C.DisableTorchFunction():
-            return self.tracing.replace(value)
-
-    def node(self, value: Tensor, like: Tensor | None = None) -> torch.fx.Node:
-        """The graph's node of a tensor; a real one met for the first time becomes an input.
-
-        Where it only takes the place of an equal tensor (`like`), it needs no fake twin, which costs more than all the
-        rest of a call.
-        """
-        from torch.fx.experimental.proxy_tensor import get_proxy_slot
-
-        tracing, tracer = self.tracing, self.tracer()
-        if id(value) in tracing.placed:
-            return tracing.placed[id(value)]
-        if like is not None and id(value) not in tracing.twins and type(value) in PLAIN_TYPES:
-            node = tracing.placed[id(value)] = tracing.place(value, tracer)
-            node.meta.update(self.node(like).meta)
-            return node
-        slot: Any = get_proxy_slot(self.twin(value), tracer, None)
-        if slot is None:
-            raise Refused("it uses a tensor that torch's tracing did not see made")
-        return slot.proxy.node
-
-    def write_call(self, record: Record, pairs: Any, leaves: list[Any]) -> Any:
-        """Write a call of a region with another block's tensors; returns its result."""
-        import torch.fx.traceback as fx_traceback
-        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
-
-        self.tracing.note_grad()
-        fx_traceback.current_meta["stack_trace"] = frame_entry(user_frame(sys._getframe(2), self.tracing.stop))
-        tracer = self.tracer()
-        wrap = lambda node: torch.fx.Proxy(node, tracer)  # noqa: E731
-        find = {
-            "leaf": lambda place: self.node(leaves[place]),
-            "tensor": lambda old: self.node(pairs.of(old), old),
-            "node": keep,
-        }
-        inputs = tuple(wrap(find[how](what)) for how, what in record.sources)
-        called = tracer.create_proxy("call_function", record.region, inputs, {}, name=record.name.lower())
-        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
-            fakes = [stand_in(spec) for spec in record.region.outputs]
-        for place, fake in enumerate(fakes):
-            item = tracer.create_proxy("call_function", operator.getitem, (called, place), {})
-            with torch._C.DisableTorchFunction():
-                track_tensor_tree(fake, item, constant=None, tracer=tracer)
-        called.node.meta["val"] = tuple(fakes)
-        value = {"made": fakes.__getitem__, "leaf": leaves.__getitem__, "value": lambda constant: constant}
-        return pytree.unflatten(record.structure, iter([value[how](what) for how, what in record.results]))
 
     # The end.
 
@@ -421,7 +444,7 @@ class Regions:
         """Cut the regions out of the traced graph, in place."""
         self.found, back = cut(module, self.records, begin, end)
         self.inlined |= dict.fromkeys(back)
-        self.records, self.kinds, self.scanned = [], {}, {}  # they hold the trace
+        self.records, self.kinds, self.blocks = [], {}, Blocks()  # they hold the trace
 
 
 def function_key(function: Any) -> tuple:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -31,15 +31,25 @@ VARIES = -1
 """Stands for a size or a stride that has had several values."""
 
 
+class Checked(Protocol):
+    """What is kept for a family of calls: `lifted` says whether it holds for one of them."""
+
+    @property
+    def lifted(self) -> Callable[[list[Any]], list[Any] | None]: ...
+
+
+Kept = TypeVar("Kept", bound=Checked)
+
+
 @dataclass(slots=True)
-class Family:
+class Family(Generic[Kept]):
     """The calls that differ in nothing but sizes, strides and Python numbers.
 
     Attributes:
         sizes, strides: for each leaf, the value of each axis, or VARIES; of a number, its key (see `guards.value_key`).
         apart: axes that share no symbol, because one of those that did was needed as a number.
         fixed: axes that stay numbers, each with the reason; `refused`: why there are no symbols at all.
-        found: the specialisations that hold for several sizes, newest first.
+        kept: the specialisations that hold for several sizes, newest first.
     """
 
     sizes: dict[int, list[Any]] = field(default_factory=dict)
@@ -47,7 +57,7 @@ class Family:
     apart: set[Axis] = field(default_factory=set)
     fixed: dict[Axis, str] = field(default_factory=dict)
     refused: str = ""
-    found: list[Any] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +92,22 @@ def without_sizes(key: tuple) -> tuple:
     return (key[0], key[1], (pattern, *rest), key[3])
 
 
-class Dynamic:
+class Dynamic(Generic[Kept]):
     """The families of one jitted function."""
 
     def __init__(self, setting: bool | None) -> None:
         self.setting = setting
-        self.families: dict[tuple, Family] = {}
+        self.families: dict[tuple, Family[Kept]] = {}
 
-    def find(self, key: tuple, leaves: list[Any]) -> tuple[Any, list[Any]] | None:
+    def find(self, key: tuple, leaves: list[Any]) -> tuple[Kept, list[Any]] | None:
         """The specialisation of several sizes that holds for a call, and what its check returned."""
         if not self.families:
             return None
         family = self.families.get(without_sizes(key))
-        for found in family.found if family is not None else ():
-            lifted = found.lifted(leaves)
+        for kept in family.kept if family is not None else ():
+            lifted = kept.lifted(leaves)
             if lifted is not None:
-                return found, lifted
+                return kept, lifted
         return None
 
     def choose(self, key: tuple, leaves: list[Any], name: Callable[[Any, int], str]) -> Choice:
@@ -230,19 +240,19 @@ class Dynamic:
             if axis.scalar
         ]
 
-    def add(self, key: tuple, found: Any) -> None:
+    def add(self, key: tuple, kept: Kept) -> None:
         """Keep a specialisation for calls of other sizes."""
-        self.families[without_sizes(key)].found.insert(0, found)
+        self.families[without_sizes(key)].kept.insert(0, kept)
 
     def refuse(self, key: tuple, reason: str) -> None:
         """No symbols for calls of this kind from now on."""
         self.families[without_sizes(key)].refused = reason
 
-    def forget(self, key: tuple, found: Any) -> None:
+    def forget(self, key: tuple, kept: Kept) -> None:
         """Drop a specialisation that is kept no longer."""
         family = self.families.get(without_sizes(key))
         if family is not None:
-            family.found = [other for other in family.found if other is not found]
+            family.kept = [other for other in family.kept if other is not kept]
 
 
 def title(axis: Axis, name: str) -> str:

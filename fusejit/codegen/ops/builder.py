@@ -111,10 +111,6 @@ class Lowering:
         return found
 
 
-CHECKS: dict[str, Callable[[Node], bool]] = {}  # rule name -> whether the rule can take this call; filled by rules.py
-REFUSALS: dict[str, Callable[[Node], str]] = {}  # rule name -> why it cannot, "" where it can; filled by rules.py
-
-
 def line_of(node: Node) -> str:
     """Return the user's line that a node came from, as "file.py:12: code"."""
     trace = (node.meta.get("stack_trace") or "").split("Gradient addition node")[0]  # torch's own words after the line

@@ -11,6 +11,7 @@ what a rule can take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch.fx import Node
@@ -20,7 +21,7 @@ from ..ir.expr import Expr, Load, cast, postorder
 from ..ir.graph import Buffer
 from ..ir.reductions import REDUCTIONS, Reduction, names
 from ..ir.size import Size, product
-from .builder import CHECKS, REFUSALS, Lowering, Rule
+from .builder import Lowering, Rule
 from .concat import PIECE_CHECKS, PIECES
 from .creation import arange, full, prims_iota, random_rule
 from .gather import INDEXING, INDEXING_CHECKS
@@ -97,9 +98,10 @@ RULES: dict[str, Rule] = {
     **INDEXING,
     **SCATTERS,
 }
-CHECKS |= dict.fromkeys(
+CHECKS: dict[str, Callable[[Node], bool]] = dict.fromkeys(
     ("mean.default", "mean.dim", "var.correction", "var_mean.correction"), is_reducible("sum")
 )  # formulas of sums
+"""Rule name: whether the rule can take this call."""
 
 
 def register(row: Reduction) -> None:
@@ -125,4 +127,5 @@ CHECKS |= {
         isinstance(a, (int, Size)) or n.meta["val"].dtype.is_floating_point for a in n.args
     ),
 }
-REFUSALS |= dict.fromkeys(SCATTERS, refused)
+REFUSALS: dict[str, Callable[[Node], str]] = dict.fromkeys(SCATTERS, refused)
+"""Rule name: why it cannot, "" where it can."""

@@ -13,7 +13,8 @@ call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,16 +28,30 @@ from ..ir.expr import Const, Load, cast, compute, load, postorder, view
 from ..ir.graph import Buffer, Extern, Lowered, Ref, as_ref, refs
 from ..ir.layout import contiguous
 from ..ir.size import hint
-from ..ops.builder import CHECKS, REFUSALS, Lowering, Rule, Value, line_of
+from ..ops.builder import Lowering, Rule, Value, line_of
 from ..ops.decompositions import short
 from ..ops.formulas import HALF
+from ..ops.rules import CHECKS, REFUSALS
 from ..ops.table import POINTWISE, RULES, STORAGE, lower_pointwise
 from ..ops.views import GIVES_SHAPE, VIEWS, is_alias
 from .realize import realize, worth_a_buffer
 
+ProgramOf = Callable[[Sequence[Any], list[tuple[int, ...]]], tuple[str, Any]]
+"""From the arguments of an op, and the strides of its tensors, to the name of a Program and the Program."""
+
 
 class GraphLowering(Lowering):
     """The walk: each node of a graph gets a value, in the graph's order."""
+
+    def __init__(
+        self,
+        inputs: Sequence[Any],
+        rules: dict[str, Rule],
+        programs: Mapping[Any, ProgramOf] = MappingProxyType({}),
+        numerics: str = "fast",
+    ) -> None:
+        super().__init__(inputs, rules, numerics)
+        self.programs = programs
 
     def run(self, graph: Graph) -> Lowered:
         fused = {n for n in graph.nodes if n.op == "call_function" and self.fusable(n)}
@@ -203,8 +218,8 @@ class GraphLowering(Lowering):
         ):  # an op with an effect, kept in its place by a token that it takes and returns
             token, target, given, fake = (self.values[given[0]],), given[1], given[2:], tuple(fake)[1:]
             fake = fake[0] if len(fake) == 1 else fake
-        if target in PROGRAMS:
-            return self.call_program(node, PROGRAMS[target])
+        if target in self.programs:
+            return self.call_program(node, self.programs[target])
         if target in FUNCTIONAL:
             return self.changing(node)
         if not isinstance(target, torch._ops.OpOverload):
@@ -327,21 +342,25 @@ def _tensors(node: Node) -> list[torch.Tensor]:
     return [v for v in found if isinstance(v, torch.Tensor)]
 
 
-def lower(module: GraphModule, inputs: Sequence[Any], rules: dict[str, Rule], numerics: str = "fast") -> Lowered:
-    """Return the clusters and extern calls of a functional graph; `inputs` give the real dtypes and strides of its
-    placeholders.
+def lower(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    rules: dict[str, Rule],
+    programs: Mapping[Any, ProgramOf] = MappingProxyType({}),
+    numerics: str = "fast",
+) -> Lowered:
+    """Return the clusters and extern calls of a functional graph.
+
+    Args:
+        inputs: the real dtypes and strides of its placeholders. programs: ops that stand for calls of Programs.
     """
-    return GraphLowering(inputs, rules, numerics).run(module.graph)
+    return GraphLowering(inputs, rules, programs, numerics).run(module.graph)
 
 
 BY_GRAD_MODE = {torch.ops.aten.mkldnn_rnn_layer.default: (3,)}
 """Ops that leave a result (these, by number) out where autograd does not record at that moment."""
 FUNCTIONAL = frozenset({torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2})
 """What torch makes of calls of ops that change operands in place, where it knows nothing of them but their schema."""
-PROGRAMS: dict[Any, Callable] = {}
-"""{op: (arguments, strides of its tensors) -> (name, Program)}: ops that stand for calls of Programs; filled by
-autodiff/region_ops.py.
-"""
 
 
 def operand_dtype(node: Node) -> torch.dtype | None:

@@ -319,7 +319,7 @@ def test_torch_s_own_functions_mark():
     jitted(x)
     jitted(torch.randn(9, 3))
     assert jitted.cache_info()[:3] == (1, 1, 1)
-    assert jitted.specialisation(x).dynamic == ["dimension 0 of x is marked dynamic"]
+    assert jitted.specialisation(x).dynamic == ("dimension 0 of x is marked dynamic",)
 
 
 def test_sizes_are_ints_to_the_user_s_python():
