@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "fusejit"
 
 # From the ground up. A folder stands here with all that it holds, unless a folder inside it has a layer of its own.
 LAYERS = [
-    *("errors", "knobs", "options", "fork_locks"),
+    *("errors", "torch_private", "knobs", "options", "fork_locks"),
     *("codegen/ir", "codegen/ops", "codegen/graph", "codegen/schedule", "templates", "codegen/passes", "codegen/emit"),
     *(
         "capture",

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.compiler import is_dynamo_compiling
 
 from .. import knobs
+from .. import torch_private as private
 from ..capture import tracer
 from ..capture.guards.guards import key_for
 from ..capture.source_lines import error_line
@@ -42,7 +42,7 @@ from .reports import CacheInfo, cache_info, explained, only_program, summed
 from .specialisation_table import BytecodeReader, Entry, Request, with_receiver
 from .specialiser import Specialiser, bound
 
-jit_trace = torch._C._get_tracing_state
+jit_trace = private.get_tracing_state
 
 
 class JitFunction:
@@ -154,7 +154,7 @@ class JitFunction:
             fn = self.__wrapped__ if rewrite is None else rewrite(self.__wrapped__)
             with nesting(self.settings):
                 return fn(*args, **kwargs) if receiver is None else fn(receiver, *args, **kwargs)
-        nested = torch._C._functorch.maybe_current_level() is not None
+        nested = private.maybe_current_level() is not None
         if self.settings.capture_mode == "ast" and nested and not Switch.off:
             return call_rewritten(bound(self.__wrapped__, receiver), args, kwargs)
         return self.__wrapped__(*args, **kwargs) if receiver is None else self.__wrapped__(receiver, *args, **kwargs)

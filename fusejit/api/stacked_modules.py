@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
+
 Tensor = torch.Tensor
 State = dict[str, Tensor]
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype)
@@ -142,5 +144,5 @@ def layout(value: Tensor | None) -> tuple | None:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place; a capture refuses the question where it is the user's."""
-    with torch._C.DisableTorchFunction():
+    with private.DisableTorchFunction():
         return tensor._version

@@ -19,16 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from .. import torch_private as private
 from ..capture import tracer
+from ..torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 from .stacked_modules import Ensemble
 
 Tensor = torch.Tensor
 Axes = Any
 """An int, None, or a nesting of them that is a prefix of the arguments."""
 RANDOMNESS = ("error", "different", "same")
-FUNCTORCH = torch._C._functorch
+FUNCTORCH = private.functorch_c
 
 
 class Unset:

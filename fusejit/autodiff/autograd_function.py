@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..errors import CompileError, FusejitError
 from ..fork_locks import renewed
 from ..runtime.torch_private import unread
@@ -88,8 +89,8 @@ class Differentiable:
 
     def apply(self, inputs: list[Any]) -> Sequence[Any]:
         """Run the forward; the results are differentiable."""
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():
+        if private.is_any_autocast_enabled():
+            with private.DisableAutocast():
                 results = self.function.apply(*inputs)
         else:
             results = self.function.apply(*inputs)
@@ -162,8 +163,8 @@ class Differentiable:
             tangents = [as_traced(tangent, value) for tangent, value in zip(tangents, self.values[self.halves.saved :])]
             program = self.program(self.traced)
         saved.extend([tangent for tangent in tangents if tangent is not None])
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():
+        if private.is_any_autocast_enabled():
+            with private.DisableAutocast():
                 found = program(saved)
         else:
             found = program(saved)

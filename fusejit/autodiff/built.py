@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..compile_log import CompileLog
 from ..runtime.torch_private import apply_of
 from .autograd_function import Differentiable
@@ -89,9 +90,9 @@ def outside_autocast(program: Callable[[list[Any]], Sequence[Any]]) -> Callable[
     """Run a program without ambient autocast: the casts that it asked for are in the graph already."""
 
     def run(inputs: list[Any]) -> Sequence[Any]:
-        if not torch._C._is_any_autocast_enabled():
+        if not private.is_any_autocast_enabled():
             return program(inputs)
-        with torch._C._DisableAutocast():
+        with private.DisableAutocast():
             return program(inputs)
 
     run.program = program  # type: ignore[attr-defined]

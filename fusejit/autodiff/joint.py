@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 
+from .. import torch_private as private
 from ..capture.fake_mode import new_fake_mode
 from ..capture.source_lines import user_line
 from ..capture.tracer import LOCK, NO_FORMULA
@@ -82,7 +83,7 @@ def lift_constants(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, 
 
 def fake_inputs(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Fake twins of tensors, in one mode, with what they share; fake ones and sizes are kept."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    from ..torch_private import FakeTensor
 
     modes = {value.fake_mode for value in inputs if isinstance(value, FakeTensor)}
     mode = modes.pop() if modes else new_fake_mode()
@@ -133,15 +134,13 @@ def trace_joint(
     change: Callable[[torch.fx.GraphModule], None] | None = None,
 ) -> Any:
     """AOTAutograd's joint graph and metadata, and the fake inputs; both are good until `stack` is left."""
-    from torch._functorch.aot_autograd import (
-        aot_export_joint_with_descriptors,
-    )  # 2.4 s of import: only when something is compiled
+    from ..torch_private import aot_export_joint_with_descriptors  # 2.4 s of import: only when something is compiled
 
     refuse_formless(core.graph)
     stack.enter_context(capture_quietly())
     given = fake_inputs(inputs)
     if given:
-        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(given[0].fake_mode)))  # type: ignore[attr-defined]
+        stack.enter_context(private.tracing(private.TracingContext(given[0].fake_mode)))  # type: ignore[attr-defined]
     with LOCK, kept():  # torch marks a running trace in a global that other threads' traces would spoil
         joint = aot_export_joint_with_descriptors(
             stack, core, tuple(given), decompositions=decompositions, keep_inference_input_mutations=True
@@ -159,9 +158,7 @@ def refuse_formless(graph: torch.fx.Graph) -> None:
     wanted: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
         floats = [
-            leaf
-            for leaf in torch.utils._pytree.tree_leaves(node.meta.get("val"))
-            if isinstance(leaf, Tensor) and floating(leaf)
+            leaf for leaf in private.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor) and floating(leaf)
         ]
         if node.op == "output" or is_inplace(node) or floats and not wanted.isdisjoint(node.users):
             wanted.add(node)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .. import torch_private as private
 from ..capture.regions.extract import Region, Spec, autocast_state
 from ..codegen.ops.builder import line_of
 from ..codegen.ops.rules import RULES
@@ -177,12 +178,13 @@ class Block:
         if node.target is operator.getitem:
             return self.fuses(node.args[0])  # type: ignore[arg-type]
         op = node.target
-        return isinstance(op, torch._ops.OpOverload) and (_tagged(op) or _views(node) or self.decomposes(node))
+        return isinstance(op, private.OpOverload) and (_tagged(op) or _views(node) or self.decomposes(node))
 
     def decomposes(self, node: Node) -> bool:
         """Whether all that torch makes of an op can be lowered: tells `rms_norm` from `linear`."""
-        from torch._subclasses.fake_tensor import FakeTensor
         from torch.fx.experimental.proxy_tensor import make_fx
+
+        from ..torch_private import FakeTensor
 
         operands = node.all_input_nodes
         values = [operand.meta.get("val") for operand in operands]
@@ -287,7 +289,7 @@ def _views(node: Node) -> bool:
 
 
 def _memory(node: Node) -> set[int]:
-    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    leaves = private.tree_leaves(node.meta.get("val"))
     return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..codegen.ir.effects import alive_before
 
 Tensor = torch.Tensor
@@ -20,7 +21,7 @@ Tensor = torch.Tensor
 
 def is_view(node: Any) -> bool:
     """Whether a node only looks at its first argument's memory."""
-    if not isinstance(node, torch.fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node, torch.fx.Node) or not isinstance(node.target, private.OpOverload):
         return False
     schema = node.target._schema
     returns = schema.returns[0].alias_info if len(schema.returns) == 1 else None
@@ -41,7 +42,7 @@ def split_views(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tor
     """
     graph = module.graph
     outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    if any(node.target is torch._C._set_grad_enabled for node in graph.nodes):
+    if any(node.target is private.set_grad_enabled for node in graph.nodes):
         return module, None
     roots: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in graph.nodes:
@@ -68,7 +69,7 @@ def split_views(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tor
 
 def is_inplace(node: torch.fx.Node) -> bool:
     return (
-        isinstance(node.target, torch._ops.OpOverload)
+        isinstance(node.target, private.OpOverload)
         and node.target._schema.is_mutable
         and bool(node.args)
         and isinstance(node.args[0], torch.fx.Node)

@@ -69,9 +69,7 @@ def partition(joint: GraphModule, inputs: object, results: int) -> Halves:
 
 def halved(joint: GraphModule, inputs: object, **options: Any) -> tuple[GraphModule, GraphModule]:
     """Let torch cut a joint graph; what has an effect stays in its half, once."""
-    from torch._functorch.partitioners import (
-        min_cut_rematerialization_partition,
-    )  # costs seconds of import: only when compiling
+    from ..torch_private import min_cut_rematerialization_partition  # costs seconds of import: only when compiling
 
     decide(joint.graph)
     with in_their_half(joint):

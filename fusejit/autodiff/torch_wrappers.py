@@ -22,7 +22,7 @@ from .partition import halved
 
 def why_wrapped(joint: Any) -> str:
     """Why a graph keeps torch's wrappers; "" when the thin route is right."""
-    from torch._functorch._aot_autograd.schemas import MutationType, OutputType
+    from ..torch_private import MutationType, OutputType
 
     metadata = joint._aot_state.fw_metadata
     alone = (OutputType.non_alias, OutputType.unsafe_view_alias)
@@ -47,7 +47,7 @@ def why_wrapped(joint: Any) -> str:
 
 def wrapped(joint: Any, compiler: Compiler, graphs: dict[str, Any], reason: str, mutates: bool) -> Built:
     """Compile both halves and run them inside torch's runtime wrappers."""
-    from torch._functorch._aot_autograd.graph_compile import aot_stage2_compile
+    from ..torch_private import aot_stage2_compile
 
     programs: dict[str, Any] = {}
 

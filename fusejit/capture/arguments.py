@@ -26,7 +26,7 @@ class ArgumentError(CaptureError, TypeError):
 def refuse_tensor(value: Tensor, what: str) -> None:
     """Raise for a tensor that is no plain strided one."""
     if type(value) not in PLAIN_TYPES and not isinstance(value, torch.nn.Parameter):
-        from torch._subclasses.fake_tensor import FakeTensor
+        from ..torch_private import FakeTensor
 
         if not isinstance(value, FakeTensor):
             raise Unsupported(

@@ -25,6 +25,7 @@ import torch
 import torch.utils.checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .. import torch_private as private
 from ..errors import Unsupported
 
 Tensor = torch.Tensor
@@ -146,7 +147,7 @@ def decide(graph: torch.fx.Graph) -> None:
 
 def chosen(policy: Callable[..., Any], node: torch.fx.Node) -> CheckpointPolicy:
     """What a policy says of a node, or of the op whose result the node takes out."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, private.OpOverload):
         source = node.args[0] if node.args and isinstance(node.args[0], torch.fx.Node) else None
         return (
             CheckpointPolicy.PREFER_RECOMPUTE

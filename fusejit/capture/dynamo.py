@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import _symbolic_trace
 
+from .. import torch_private as private
 from ..errors import Unsupported
+from ..torch_private import symbolic_trace as _symbolic_trace
 from .checkpoints import marking, policy_of
 from .source_lines import ENTRY, kind, shorten, stack_entry
 from .state.global_names import TABLES, class_table, users_class
@@ -105,9 +106,8 @@ class Frames:
         self.breaks: dict[str, None] = {}
 
     def __call__(self, frame: Any, *rest: Any) -> Any:
-        from torch._dynamo import config
-        from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
-        from torch._dynamo.utils import counters
+        from ..torch_private import ConvertFrameReturn, FrameAction, FrameExecStrategy, counters
+        from ..torch_private import dynamo_config as config
 
         code, limit = frame.f_code, self.limit()
         if self.compiled.get(code, 0) >= limit:
@@ -158,7 +158,7 @@ def read(
         what it has, or in Python. first: why the first graph is made. dynamic: which sizes and numbers Dynamo makes
             symbols, as for `jit`.
     """
-    from torch._dynamo import eval_frame, optimize
+    from ..torch_private import eval_frame, optimize
 
     frames: Any = None
 
@@ -330,7 +330,7 @@ def outside_traces(function: Callable, args: tuple, kwargs: dict[str, Any]) -> A
 
 def error_types() -> tuple[type[BaseException], ...]:
     """What Dynamo raises where it cannot read on."""
-    from torch._dynamo import exc
+    from ..torch_private import exc
 
     return (
         exc.Unsupported,
@@ -446,8 +446,8 @@ def run_checkpointed(body: Any, *inputs: Any, **options: Any) -> Any:
         return (replay(body) if isinstance(body, torch.fx.GraphModule) else body)(*inputs)
 
 
-ENTER_AUTOCAST: Any = torch.amp.autocast_mode._enter_autocast
-EXIT_AUTOCAST: Any = torch.amp.autocast_mode._exit_autocast
+ENTER_AUTOCAST: Any = private.enter_autocast
+EXIT_AUTOCAST: Any = private.exit_autocast
 INSTEAD: dict[Any, Callable] = {
     ENTER_AUTOCAST: enter_autocast,
     EXIT_AUTOCAST: lambda mode: mode.__exit__(None, None, None),

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .. import torch_private as private
 from ..errors import Unsupported, forget_refusal
 from .scalar_tensors import is_number
 
@@ -213,7 +214,7 @@ def depend(value: Any, *after: Any) -> Any:
         value: anything; after: tensors of any shape and dtype (containers of them too); what is no tensor has nothing
             to wait for.
     """
-    waiting = [leaf for leaf in torch.utils._pytree.tree_leaves(after) if isinstance(leaf, Tensor)]
+    waiting = [leaf for leaf in private.tree_leaves(after) if isinstance(leaf, Tensor)]
     if waiting:
         torch.ops.fusejit.order.default(None, waiting)
     return value

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
+
 aten = torch.ops.aten
 Tensor = torch.Tensor
 Strides = Sequence[int] | None
@@ -94,7 +96,7 @@ def _like(func: Any, result: Any, x: Any, *args: Any, memory_format: Any = None,
 
 def _suggested(func: Any, result: Any, x: Any, *args: Any, **kwargs: Any) -> Strides:
     """Dense, in the operand's memory format."""
-    channels_last = x.dim() == 4 and torch._prims_common.suggest_memory_format(x) is torch.channels_last
+    channels_last = x.dim() == 4 and private.suggest_memory_format(x) is torch.channels_last
     return packed(result.shape, (1, 3, 2, 0) if channels_last else range(x.dim())[::-1])
 
 
@@ -152,7 +154,7 @@ def _rule(func: Any, args: Sequence[Any], shape: Sequence[Any]) -> Callable[...,
 
 @cache
 def _mode() -> type:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from ..torch_private import FakeTensor, FakeTensorMode
 
     class EagerStrides(FakeTensorMode):
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import torch_private as private
 from ..errors import Unsupported
 from .source_lines import user_line
 from .tracer import Captured
@@ -44,7 +45,7 @@ def root(value: object) -> object:
     while (
         isinstance(value, torch.fx.Node)
         and value.op == "call_function"
-        and isinstance(value.target, torch._ops.OpOverload)
+        and isinstance(value.target, private.OpOverload)
     ):
         returns = value.target._schema.returns
         if not (returns and returns[0].alias_info and value.args):

@@ -23,16 +23,18 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-FUNCTORCH = torch._C._functorch
-KEYS = torch._C.DispatchKey
+from .. import torch_private as private
+from ..torch_private import tree_leaves
+
+FUNCTORCH = private.functorch_c
+KEYS = private.DispatchKey
 VIEW = torch.ops.aten.view.default
 SPARE_MEMORY = torch.ops.aten._new_zeros_with_same_feature_meta.default
 """Makes a tangent with as much memory as its primal, more than its shape takes; the cache of fake tensors forgets
 that.
 """
-ABOVE = torch._C.DispatchKeySet(KEYS.PreDispatch)
+ABOVE = private.DispatchKeySet(KEYS.PreDispatch)
 MAKES_CONSTANT = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.lift_fresh_copy.default,
@@ -91,7 +93,7 @@ def outside_levels(fake_mode: Any) -> Iterator[None]:
         fake_mode.cache_enabled = cached and func is not SPARE_MEMORY
         if not transforming():
             return original(func, types, args, kwargs)
-        with torch._C._DisableFuncTorch(), torch._C._ExcludeDispatchKeyGuard(ABOVE):
+        with private.DisableFuncTorch(), private.ExcludeDispatchKeyGuard(ABOVE):
             return original(func, types, args, kwargs)
 
     fake_mode.dispatch = dispatch
@@ -110,7 +112,7 @@ def replace_view(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[
     """
     source = args[0]
     if torch._is_zerotensor(source):
-        shape = torch._prims_common.infer_size(args[1], source.numel())
+        shape = private.infer_size(args[1], source.numel())
         return (
             torch.ops.aten._efficientzerotensor.default,
             (list(shape),),
@@ -128,16 +130,17 @@ def wrapped(value: Any) -> bool:
 
 def send_on(mode: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run an op at the level that it is at, with the mode back in its place for what comes out below."""
-    from torch._ops import _pop_mode_from_pre_dispatch, _set_mode_pre_dispatch
+    from ..torch_private import pop_mode_from_pre_dispatch as _pop_mode_from_pre_dispatch
+    from ..torch_private import set_mode_pre_dispatch as _set_mode_pre_dispatch
 
     _set_mode_pre_dispatch(mode)  # torch took it off while it handles this op
     try:
         if not transforming():
             return func._op_dk(KEYS.FuncTorchGradWrapper, *args, **kwargs)
-        if not torch._C._dispatch_tls_is_dispatch_key_excluded(KEYS.FuncTorchDynamicLayerFrontMode):
+        if not private.dispatch_tls_is_dispatch_key_excluded(KEYS.FuncTorchDynamicLayerFrontMode):
             func, args = without_numbers(func, args)
             return func._op_dk(KEYS.FuncTorchDynamicLayerFrontMode, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(
+        with private.ExcludeDispatchKeyGuard(
             ABOVE
         ):  # inside the level's own rule; on the way down torch restores the key
             return func(*args, **kwargs)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
+from ..torch_private import pytree as _pytree
 from .mutable import Mutable, Varying
 
 LEAF = None

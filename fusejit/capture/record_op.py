@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from .foreach_members import one_by_one
 from .state.profile_hook import unobserved
 
@@ -50,8 +51,9 @@ def recording(mode: Any, symbolic: bool) -> Callable[[Any, tuple, dict[str, Any]
         now. symbolic: sizes may be symbols, whose nodes torch makes.
     """
     import torch.fx.traceback as fx_traceback
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx.experimental.proxy_tensor import _ProxyTensor, snapshot_fake, track_tensor_tree
+
+    from ..torch_private import FakeTensor, snapshot_fake, track_tensor_tree
+    from ..torch_private import ProxyTensor as _ProxyTensor
 
     general, tracer = mode.__torch_dispatch__, mode.tracer
     graph, tracker = tracer.graph, tracer.tensor_tracker
@@ -132,7 +134,7 @@ def meant(func: Any, args: tuple, general: Callable[..., Any]) -> tuple:
 
 
 def name_of(func: Any, graph: torch.fx.Graph) -> str:
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func in SPECIAL:
+    if not isinstance(func, private.OpOverload) or func.namespace != "aten" or func in SPECIAL:
         return ""
     if torch.Tag.data_dependent_output in func.tags or [str(value.type) for value in func._schema.returns] != [
         "Tensor"
@@ -150,7 +152,7 @@ def dropout(record: Callable[..., Any], x: Tensor, p: float, train: bool) -> Any
     tells.
     """
     with unobserved():
-        made = ATEN.dropout.default._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, x, p, train)
+        made = ATEN.dropout.default._op_dk(private.DispatchKey.CompositeImplicitAutograd, x, p, train)
     return x if made is x else NotImplemented
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..errors import Unsupported
 
 Tensor = torch.Tensor
@@ -90,6 +91,6 @@ class Picked:
 
 
 def memory(value: Tensor) -> int:
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
+    while private.is_functorch_wrapped_tensor(value):
+        value = private.get_unwrapped(value)
     return value.untyped_storage()._cdata

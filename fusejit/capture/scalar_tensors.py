@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
+
 Tensor = torch.Tensor
 MARK = "fusejit_number"
 
@@ -48,4 +50,4 @@ def made_of_numbers(node: torch.fx.Node) -> bool:
     if MARK in node.meta:
         return True
     sources = node.all_input_nodes
-    return bool(sources) and isinstance(node.target, torch._ops.OpOverload) and all(map(made_of_numbers, sources))
+    return bool(sources) and isinstance(node.target, private.OpOverload) and all(map(made_of_numbers, sources))

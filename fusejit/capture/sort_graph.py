@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import torch_private as private
 from ..errors import Unsupported
 from .source_lines import user_line
 
@@ -21,7 +22,7 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
     """Put lifted inputs behind the arguments, drop switches of gradients without effect, refuse tensors that lost their
     origin.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
+    from ..torch_private import FakeTensor
 
     graph = module.graph
     names = {node.name for node in lifted}
@@ -32,11 +33,7 @@ def order_graph(module: torch.fx.GraphModule, lifted: list[torch.fx.Node]) -> No
         anchor.prepend(node)
     for node in graph.nodes:
         value = getattr(module, str(node.target)) if node.op == "get_attr" else None
-        if (
-            isinstance(value, FakeTensor)
-            or isinstance(value, Tensor)
-            and torch._C._functorch.is_functorch_wrapped_tensor(value)
-        ):
+        if isinstance(value, FakeTensor) or isinstance(value, Tensor) and private.is_functorch_wrapped_tensor(value):
             reason = "a tensor made there cannot be followed through the graph"
             raise Unsupported(
                 "a step outside torch's tracing",
@@ -52,7 +49,7 @@ def drop_switches(graph: torch.fx.Graph, current: bool) -> None:
     """Drop switches of gradients on and off that change nothing, from a graph that starts in the state `current`."""
     pending = None
     for node in list(graph.nodes):
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is private.set_grad_enabled:
             if pending is not None:
                 graph.erase_node(pending)
             pending = node

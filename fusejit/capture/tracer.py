@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .. import torch_private as private
 from ..codegen.ir.effects import has_formula
 from ..errors import CaptureError, Unsupported, note_refusal, refusals
 from ..fork_locks import awaited
@@ -244,7 +245,7 @@ class Tracing(TorchFunctionMode):
             self.symbols.bear()
         if func in QUERIES:
             args = self.replace(args)
-            with torch._C.DisableTorchFunction():
+            with private.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
         frame = user_frame(caller, self.stop)
         if (
@@ -256,10 +257,10 @@ class Tracing(TorchFunctionMode):
             twice = bool((kwargs or {}).get("create_graph"))  # which between graphs of Dynamo's would be refused, too
             raise Unsupported(op, f"{reason}; {WAY_OUT}", shorten(entry_of(frame)), in_python=not twice)
         fx_traceback.current_meta["stack_trace"] = self.entry(frame)
-        if func is torch._C._set_grad_enabled and self.traces_here() or is_level_change(func):
-            with torch._C.DisableTorchFunction():  # the graph keeps what became of it: see note_grad, and functorch.py
+        if func is private.set_grad_enabled and self.traces_here() or is_level_change(func):
+            with private.DisableTorchFunction():  # the graph keeps what became of it: see note_grad, and functorch.py
                 return func(*self.replace(args), **(kwargs or {}))
-        if isinstance(func, torch._ops.HigherOrderOperator):
+        if isinstance(func, private.HigherOrderOperator):
             if transforming():
                 raise Unsupported(
                     f"{func._name} under torch.func",
@@ -284,9 +285,9 @@ class Tracing(TorchFunctionMode):
             found, done = self.picked.index(func, args)
             return found if done else func(*args)
         args, named = self.replace(args), self.replace(kwargs or {})
-        if type(func) in BINDINGS and func is not torch._C._set_grad_enabled:
+        if type(func) in BINDINGS and func is not private.set_grad_enabled:
             with (
-                torch._C.DisableTorchFunction()
+                private.DisableTorchFunction()
             ):  # straight to the dispatcher: torch's own modes have nothing to see in it
                 return func(*args, **named)
         return func(*args, **named)
@@ -312,8 +313,8 @@ class Tracing(TorchFunctionMode):
                 line,
             )
         made: Tensor = func(self.token, *args[1:])
-        while torch._C._functorch.is_functorch_wrapped_tensor(made):  # a token is older than every transform
-            made = torch._C._functorch.get_unwrapped(made)
+        while private.is_functorch_wrapped_tensor(made):  # a token is older than every transform
+            made = private.get_unwrapped(made)
         self.token = made
         return made
 
@@ -325,7 +326,7 @@ class Tracing(TorchFunctionMode):
 
     def take(self, leaves: list[Any]) -> list[int]:
         """Give each argument tensor a fake twin; returns where among the leaves they are."""
-        from torch._subclasses.fake_tensor import FakeTensor
+        from ..torch_private import FakeTensor
 
         positions: list[int] = []
         for number, leaf in enumerate(leaves):
@@ -343,9 +344,9 @@ class Tracing(TorchFunctionMode):
 
     def twin(self, value: Tensor) -> Tensor:
         """Return the fake twin of a tensor; a real one met for the first time becomes an input of the graph."""
-        from torch._subclasses.fake_tensor import FakeTensor
+        from ..torch_private import FakeTensor
 
-        if isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if isinstance(value, FakeTensor) or private.is_functorch_wrapped_tensor(value):
             return value
         found = self.twins.get(id(value))
         if found is None:
@@ -355,20 +356,21 @@ class Tracing(TorchFunctionMode):
         return found
 
     def lift(self, value: Tensor) -> Tensor:
-        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree
 
-        with torch._C.DisableTorchFunction():  # or looking at it would make an input of it before it is one
+        from ..torch_private import FakeTensor, unset_fake_temporarily
+
+        with private.DisableTorchFunction():  # or looking at it would make an input of it before it is one
             refuse_tensor(value, "a closed-over tensor")
         bare = contextlib.ExitStack()
-        for state in (torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch(), disable_proxy_modes_tracing()):
+        for state in (private.DisableTorchFunction(), private.DisableFuncTorch(), disable_proxy_modes_tracing()):
             bare.enter_context(state)
         with bare, unset_fake_temporarily(), torch.inference_mode(False):
             fake = self.fake_mode.from_tensor(value)
         assert isinstance(fake, FakeTensor)
         tracer = self.mode.tracer
         node = self.placed.pop(id(value), None) or self.place(value, tracer)
-        with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
+        with private.DisableTorchFunction(), private.DisableFuncTorch():
             track_tensor_tree(fake, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
         return fake
 
@@ -385,7 +387,7 @@ class Tracing(TorchFunctionMode):
         now = torch.is_grad_enabled()
         if now is not self.grad:
             self.grad = now
-            self.mode.tracer.create_node("call_function", torch._C._set_grad_enabled, (now,), {})
+            self.mode.tracer.create_node("call_function", private.set_grad_enabled, (now,), {})
 
 
 def capture(
@@ -481,9 +483,10 @@ def run_body(
 ) -> Captured:
     """The trace itself: fake inputs, make_fx, and the graph put in order."""
     import torch.fx.traceback as fx_traceback
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+    from ..torch_private import FakeTensor
+    from ..torch_private import use_lazy_graph_module as _use_lazy_graph_module
 
     modes = [leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)]
     fake_mode = modes[0] if modes else symbols.mode if symbols is not None else new_fake_mode()
@@ -572,7 +575,7 @@ def capture_state() -> Iterator[None]:
     graph.
     """
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    depth, collecting = torch._C._functorch.get_dynamic_layer_stack_depth(), gc.isenabled()
+    depth, collecting = private.get_dynamic_layer_stack_depth(), gc.isenabled()
     gc.disable()
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(grad and not inference):
@@ -580,6 +583,6 @@ def capture_state() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-        torch._C._set_grad_enabled(grad)
-        if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
-            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        private.set_grad_enabled(grad)
+        if private.get_dynamic_layer_stack_depth() > depth:
+            private.pop_dynamic_layer_stack_and_undo_to_depth(depth)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .. import torch_private as private
 from ..capture import pytree
 from ..capture.scalar_tensors import mark_number, node_of
 from ..errors import Unsupported
@@ -31,7 +32,7 @@ from .predicate import aside, running
 from .subgraph_op import Like, Rounds, Transformed
 
 Tensor = torch.Tensor
-FUNCTORCH = torch._C._functorch
+FUNCTORCH = private.functorch_c
 
 
 def masks() -> list[Tensor]:
@@ -49,7 +50,7 @@ def any_row(value: Tensor) -> bool:
 @contextlib.contextmanager
 def one_row() -> Iterator[None]:
     """Trace what one row does: outside all transforms, and outside the arms that were entered under them."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from ..torch_private import temporarily_clear_interpreter_stack
 
     with aside(), temporarily_clear_interpreter_stack():
         yield
@@ -86,7 +87,7 @@ class Standing(TorchFunctionMode):
     def stand_in(self, value: Tensor) -> Tensor:
         from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
-        with torch._C.DisableTorchFunction():
+        with private.DisableTorchFunction():
             made = untracked(Like(tuple(value.shape), value.stride(), value.dtype, value.device), True)
             tracer = self.weaver.tracer
             node = tracer.create_node("placeholder", f"stand_in_{len(self.made)}", (), {})

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..capture import pytree, tracer
 from ..capture.effect_ops import OPS as ORDERED
 from ..capture.effect_ops import ORDER
@@ -107,7 +108,7 @@ class Weaver:
         node.meta.update(fx_traceback.get_current_meta())
         node.meta["val"] = tuple(outs)
         proxy: Any = torch.fx.Proxy(node, self.tracer)
-        with torch._C.DisableTorchFunction():
+        with private.DisableTorchFunction():
             for number, out in enumerate(outs):
                 track_tensor_tree(out, proxy[number], constant=None, tracer=self.tracer)
                 if hasattr(out, "fusejit_number"):
@@ -132,11 +133,11 @@ def untracked(kind: Like, requires_grad: bool) -> Tensor:
     """A new fake tensor of a kind, that no node of the graph makes."""
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-    with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.no_grad():
+    with private.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.no_grad():
         made = kind.empty()
     wanted = requires_grad and torch.is_grad_enabled() and made.is_floating_point()
     if wanted:
-        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+        with private.DisableTorchFunction(), disable_proxy_modes_tracing():
             made = made.requires_grad_().clone()  # no leaf, so that it may be changed in place
     return made
 

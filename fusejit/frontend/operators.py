@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..capture import tracer
 from ..capture.effect_ops import CHECK, message_of
 from ..capture.scalar_tensors import is_number
@@ -120,10 +121,10 @@ def unknown(value: Any) -> bool:
     """Whether a value is a tensor whose elements cannot be looked at: a fake one, or a batch of torch.vmap."""
     if not isinstance(value, Tensor):
         return False
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):
-        if torch._C._functorch.is_batchedtensor(value):
+    while private.is_functorch_wrapped_tensor(value):
+        if private.is_batchedtensor(value):
             return True
-        value = torch._C._functorch.get_unwrapped(value)
+        value = private.get_unwrapped(value)
     return hasattr(value, "fake_mode") and getattr(value, "constant", None) is None
 
 
@@ -145,7 +146,7 @@ def as_predicate(test: Tensor, site: Site) -> Tensor:
 
 def transformed() -> bool:
     """Whether a torch.func transform is running, or what one row does under it is traced."""
-    return torch._C._functorch.maybe_current_level() is not None or depth() > 0
+    return private.maybe_current_level() is not None or depth() > 0
 
 
 # `if`.

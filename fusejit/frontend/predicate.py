@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .. import torch_private as private
 from ..capture import pytree
 from ..capture.effect_ops import ASSERTS, OPS, WHEN, as_check, masked
 from ..codegen.ir.effects import Effect, effect, effect_of, first_in_turn
@@ -28,7 +29,7 @@ from ..errors import Unsupported
 
 Tensor = torch.Tensor
 LOCAL = threading.local()
-CALLED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+CALLED = (private.OpOverload, private.OpOverloadPacket, private.HigherOrderOperator)
 """What a user calls by its name in a library."""
 
 QUERIES = frozenset(
@@ -393,12 +394,10 @@ def written(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> list[Any
     """The operands that a call changes in place: by its schema where an op is called by its name in a library, by its
     name otherwise.
     """
-    if not isinstance(func, CALLED) or isinstance(func, torch._ops.HigherOrderOperator):
+    if not isinstance(func, CALLED) or isinstance(func, private.HigherOrderOperator):
         changes = name in CHANGES or name.endswith("_") and not name.endswith("__")
         return [args[0]] if changes and args else []
-    overloads = (
-        [func] if isinstance(func, torch._ops.OpOverload) else [getattr(func, each) for each in func.overloads()]
-    )
+    overloads = [func] if isinstance(func, private.OpOverload) else [getattr(func, each) for each in func.overloads()]
     found: dict[int, Any] = {}
     for overload in overloads:
         for place, argument in enumerate(overload._schema.arguments):
@@ -446,13 +445,13 @@ def differentiable(value: Tensor) -> bool:
     """Whether a gradient can flow into a tensor, of this or of an outer torch.func transform."""
     if not (value.is_floating_point() or value.is_complex()):
         return False
-    return torch.is_grad_enabled() and (value.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(value))
+    return torch.is_grad_enabled() and (value.requires_grad or private.is_functorch_wrapped_tensor(value))
 
 
 def bottom(value: Tensor) -> Tensor:
     """A tensor without the wrappers of torch.func."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):
-        value = torch._C._functorch.get_unwrapped(value)
+    while private.is_functorch_wrapped_tensor(value):
+        value = private.get_unwrapped(value)
     return value
 
 

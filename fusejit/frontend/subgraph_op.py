@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..capture import tracer
 from ..capture.effect_ops import OPS, repeating
 from ..codegen.ir.effects import Effect, alive_before, in_turn
@@ -33,7 +34,7 @@ Tensor = torch.Tensor
 TABLE: weakref.WeakValueDictionary[str, Piece] = weakref.WeakValueDictionary()
 """The pieces by key; a graph that runs one holds it."""
 NUMBERS = itertools.count(1)
-KEYS = torch._C.DispatchKey
+KEYS = private.DispatchKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +76,9 @@ def like(value: Tensor) -> Like:
     """What a tensor is in memory of its own: an expanded one, or one with holes, is laid out as torch lays out what it
     computes from it.
     """
-    from torch._prims_common import compute_elementwise_output_strides, is_non_overlapping_and_dense_or_false
+    from ..torch_private import compute_elementwise_output_strides, is_non_overlapping_and_dense_or_false
 
-    with torch._C.DisableTorchFunction():
+    with private.DisableTorchFunction():
         kept = is_non_overlapping_and_dense_or_false(value)
         strides = value.stride() if kept else compute_elementwise_output_strides(value)
     return Like(tuple(value.shape), tuple(strides), value.dtype, value.device)
@@ -110,9 +111,9 @@ class Piece:
         TABLE[self.key] = self
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
-        if torch._C._functorch.maybe_current_level() is not None:
+        if private.maybe_current_level() is not None:
             return Transformed.apply(self, *inputs)
-        if torch._C._len_torch_dispatch_stack():  # traced once more
+        if private.len_torch_dispatch_stack():  # traced once more
             moving = any(value.requires_grad for value in inputs) and any(
                 like.dtype.is_floating_point for like in self.results
             )
@@ -242,12 +243,12 @@ def recording() -> Iterator[None]:
 @contextlib.contextmanager
 def excluded(key: Any, on: bool) -> Iterator[None]:
     """Keep this thread's ops out of a dispatch key, or let them in."""
-    before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(key, on)
+    before = private.dispatch_tls_is_dispatch_key_excluded(key)
+    private.dispatch_tls_set_dispatch_key_excluded(key, on)
     try:
         yield
     finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+        private.dispatch_tls_set_dispatch_key_excluded(key, before)
 
 
 def run_piece(inputs: list[Tensor], key: str) -> list[Tensor]:
@@ -353,10 +354,10 @@ class Transformed(torch.autograd.Function):
 
     @classmethod
     def apply(cls, piece: Piece, *inputs: Tensor) -> Any:
-        if torch._C._functorch.maybe_current_level() is None:
+        if private.maybe_current_level() is None:
             with tracing(True):
                 return tuple(WRITERS[0](piece, inputs) if tracer.active() else piece(*inputs))
-        with tracing(False), torch._C.DisableTorchFunction():
+        with tracing(False), private.DisableTorchFunction():
             return super().apply(piece, *inputs)
 
     @staticmethod

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..capture.regions.extract import Region
 from ..codegen.emit.kernel import Kernel, reads_of
 from ..codegen.emit.program import Program
@@ -405,7 +406,7 @@ def _copies(values: list[Any]) -> list[Any]:
     """Fake tensors like those of a capture, of their own memory (equal blocks share their fake weights), all sizes
     numbers.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from ..torch_private import FakeTensorMode
 
     if not values:
         return []
@@ -448,7 +449,7 @@ def _node_bytes(node: torch.fx.Node) -> int | None:
     """
     results = _tensors(node.meta.get("val"))
     operands = [v for n in node.all_input_nodes for v in _tensors(n.meta.get("val"))]
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target in NO_KERNEL:
+    if not isinstance(node.target, private.OpOverload) or node.target in NO_KERNEL:
         return None
     if node.target is torch.ops.aten.copy_.default and node.args[1].op == "call_function":  # type: ignore[union-attr]
         return None  # eager's own op changed the input in place

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import torch_private as private
+from ..torch_private import TorchDispatchMode
 
 Tensor = torch.Tensor
 Binding = tuple[str, Any]
@@ -46,7 +48,7 @@ def direct(module: GraphModule) -> GraphModule:
 def binding_of(node: Node) -> Binding | None:
     """The binding that does what the node's overload does; None where there is none, or where that cannot be shown."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if node.op != "call_function" or not isinstance(target, private.OpOverload) or target.namespace != "aten":
         return None
     if not node.args or not isinstance(node.args[0], Node):
         return None
@@ -82,9 +84,9 @@ def kind(value: Any) -> Any:
 def candidates(target: Any) -> list[Binding]:
     """Functions of torch, of its neural network bindings, and methods of tensors that have the name of an op."""
     name = target._schema.name.removeprefix("aten::")
-    functions = [getattr(home, name, None) for home in (torch, torch._C._nn)]
+    functions = [getattr(home, name, None) for home in (torch, private.nn)]
     found: list[Binding] = [("call_function", f) for f in functions if isinstance(f, types.BuiltinFunctionType)]
-    method = getattr(torch._C.TensorBase, name, None)
+    method = getattr(private.TensorBase, name, None)
     return [*found, ("call_method", name)] if isinstance(method, types.MethodDescriptorType) else found
 
 
@@ -97,7 +99,7 @@ class Heard(TorchDispatchMode):
         self.seen: dict[int, tuple[str, Tensor]] = {}  # keeps them alive, so that no other tensor gets an id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.lines.append(f"{func} {torch.utils._pytree.tree_map_only(Tensor, self.place, (args, kwargs or {}))}")
+        self.lines.append(f"{func} {private.tree_map_only(Tensor, self.place, (args, kwargs or {}))}")
         return func(*args, **(kwargs or {}))
 
     def place(self, value: Tensor) -> str:
@@ -115,9 +117,9 @@ def same(target: Any, binding: Binding, node: Node) -> bool:
 def heard(function: Callable[..., Any], node: Node) -> list[str]:
     """What a function dispatches for the arguments of a node; [] where it refuses them."""
     with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableFuncTorch(),
-        torch._C._DisableAutocast(),
+        private.DisableTorchFunction(),
+        private.DisableFuncTorch(),
+        private.DisableAutocast(),
         torch.no_grad(),
         Heard() as mode,
     ):

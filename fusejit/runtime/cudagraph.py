@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import torch_private as private
 from ..fork_locks import renewed
 from .torch_private import raise_versions
 
@@ -103,7 +104,7 @@ class Recording:
 
 def references(value: Tensor) -> int:
     """How many tensors, and parts of autograd, hold a tensor's memory."""
-    return torch._C._storage_Use_Count(value.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return private.storage_Use_Count(value.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 class Recorded:

@@ -15,9 +15,10 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from .. import torch_private as private
 from ..capture.regions.extract import Region
+from ..torch_private import LazyGraphModule as _LazyGraphModule
 from .aten_bindings import direct
 
 
@@ -38,7 +39,7 @@ def eager(graph: torch.fx.GraphModule) -> Callable[..., Any]:
         try:
             return function(*inputs)
         except BaseException:
-            torch._C._set_grad_enabled(grad)
+            private.set_grad_enabled(grad)
             restore_autocast(nesting)
             raise
 
@@ -51,7 +52,7 @@ def switches(graph: torch.fx.GraphModule) -> bool:
     return any(
         switches(target.graph)
         if isinstance(target, Region)
-        else not isinstance(target, torch._ops.OpOverload) and target is not getitem
+        else not isinstance(target, private.OpOverload) and target is not getitem
         for target in targets
     )
 

@@ -43,6 +43,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import torch_private as private
 from ..capture.guards.guards import VALUES, Guards, Writer
 from ..capture.memory_pattern import memory_pattern
 from ..capture.shapes.symbols import Symbols
@@ -405,13 +406,13 @@ def torch_state() -> dict[str, Any]:
         hooks._global_backward_pre_hooks,
     )
     scope: dict[str, Any] = {f"hooks_{number}": table for number, table in enumerate(tables)}
-    scope |= {"autocast": torch._C._is_any_autocast_enabled, "modes": torch._C._len_torch_dispatch_stack}
+    scope |= {"autocast": private.is_any_autocast_enabled, "modes": private.len_torch_dispatch_stack}
     scope |= {
-        "functions": torch._C._len_torch_function_stack,
-        "grad": torch._C.is_grad_enabled,
+        "functions": private.len_torch_function_stack,
+        "grad": private.is_grad_enabled,
         "dtype": torch.get_default_dtype,
     }
-    scope["deterministic"] = torch._C._get_deterministic_algorithms
+    scope["deterministic"] = private.get_deterministic_algorithms
     return scope | {f"{name}_now": scope[name]() for name in ("grad", "dtype", "deterministic")}
 
 
@@ -419,13 +420,13 @@ def elsewhere() -> bool:
     """Whether this call happens inside another transformation (a capture, torch.func, a dispatch mode), which sees
     plain Python.
     """
-    if active() or torch._C._functorch.maybe_current_level() is not None or torch._C._len_torch_dispatch_stack():
+    if active() or private.maybe_current_level() is not None or private.len_torch_dispatch_stack():
         return True
-    depth = torch._C._len_torch_function_stack()
+    depth = private.len_torch_function_stack()
     if depth:
-        from torch.utils._device import DeviceContext
+        from ..torch_private import DeviceContext
 
-        return any(not isinstance(torch._C._get_function_stack_at(level), DeviceContext) for level in range(depth))
+        return any(not isinstance(private.get_function_stack_at(level), DeviceContext) for level in range(depth))
     return False
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..errors import CompileError, KernelAssertion
 from ..fork_locks import renewed
 from .compile_workers import KernelSpec, ast_source, compile_kernels, define_kernel, reason, target_arch
@@ -70,7 +71,7 @@ class Launcher:
     def __call__(self, *args: Any) -> None:
         device, run, function, metadata = self._loaded
         # of a CPU tensor -1, where nothing is ever loaded
-        if not args or args[0].get_device() != device or device != torch._C._cuda_getDevice():
+        if not args or args[0].get_device() != device or device != private.cuda_getDevice():
             self._elsewhere(args)
             return
         for i in self._checked:
@@ -84,7 +85,7 @@ class Launcher:
             x,
             y,
             z,
-            torch._C._cuda_getCurrentRawStream(device),
+            private.cuda_getCurrentRawStream(device),
             function,
             metadata,
             None,
@@ -224,7 +225,7 @@ def _works(device: int, launch: Callable) -> bool:
             run = static_run(binary, spec, lambda launch: True)
             try:
                 if run is not None:
-                    stream = torch._C._cuda_getCurrentRawStream(device)
+                    stream = private.cuda_getCurrentRawStream(device)
                     run(1, 1, 1, stream, binary.function, None, None, None, None, out, 7)
             except (RuntimeError, TypeError, ValueError) as error:  # another signature than the one known
                 log.info("torch's static launcher is not used: %s", error)

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from .. import torch_private as private
 from .compile_workers import KernelSpec
 
 TYPES = {"i32": "i", "i64": "l", "fp64": "d"}
@@ -31,7 +30,7 @@ not use it.
 
 def static_run(binary: Any, spec: KernelSpec, works: Callable[[Callable], bool]) -> Callable[..., None] | None:
     """Return what launches a loaded kernel through torch; `works` is asked last, with the launcher."""
-    launch = getattr(getattr(torch._C, "_StaticCudaLauncher", None), "_launch_kernel", None)
+    launch = getattr(getattr(private.torch_c, "_StaticCudaLauncher", None), "_launch_kernel", None)
     metadata = getattr(binary, "metadata", None)
     if launch is None or metadata is None:
         return None

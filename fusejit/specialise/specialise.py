@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_private as private
 from ..capture.freeze import constants
 from ..capture.guards.guards import Guards
 from ..capture.memory_pattern import memory_pattern
@@ -46,7 +47,7 @@ def unhooked() -> Iterator[None]:
     """Hide what is saved while capturing and differentiating from the caller's hooks: a checkpoint counts what a call
     saves.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if private.top_saved_tensors_default_hooks(True) is None:
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):

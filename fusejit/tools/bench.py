@@ -29,14 +29,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from .. import knobs
+from .. import torch_private as private
 from ..api.compile_for import compile_for
 from ..api.jit import jit
 from ..errors import FusejitError
 from ..report.report import Report
+from ..torch_private import pytree as pytree
 from .blocks import BLOCKS, Block
 
 H100_COPY = 3.0e12  # bytes a second that a device copy reads and writes on an H100
@@ -280,7 +281,7 @@ class DeviceTimer:
         take on the host.
         """
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(
+        private.sleep(
             int(2e9 * 1.5 * host_s)
         )  # the device waits (cycles at 2 GHz or less) until the host has launched it all
         self._flush.zero_()

@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 
+from fusejit import torch_private as private
 from fusejit.errors import CompileError
 from fusejit.runtime import compile_workers, launch
 from fusejit.runtime.compile_workers import KernelSpec, compile_kernels
@@ -277,8 +278,8 @@ def test_alignment_variants_and_devices(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", lambda: False)
     monkeypatch.setattr(launch, "_binary", binary)
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    monkeypatch.setitem(vars(private), "cuda_getDevice", lambda: current[0])
+    monkeypatch.setitem(vars(private), "cuda_getCurrentRawStream", lambda device: 70 + device)
     run = adder(n=2999, aligned=(True, False, True))
     good, odd, far = _Address(1 << 20), _Address((1 << 20) + 4), _Address(1 << 20, device=1)
     run(good, odd, good)
@@ -329,8 +330,8 @@ def test_the_static_launcher_is_tried_once(answer, monkeypatch):
     monkeypatch.setattr(launch, "_launcher", launch.Launcher)  # without the memory of other tests
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70, raising=False)
+    monkeypatch.setitem(vars(private), "cuda_getDevice", lambda: 0)
+    monkeypatch.setitem(vars(private), "cuda_getCurrentRawStream", lambda device: 70)
     monkeypatch.setattr(
         torch._C, "_StaticCudaLauncher", types.SimpleNamespace(_launch_kernel=launch_kernel), raising=False
     )

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from ... import torch_private as private
 from .. import pytree as tree
 from ..state.reads import CONTAINERS, DEPTH, Contents, Read, contents
 from ..state.recipes import Place
@@ -105,9 +106,9 @@ def state_key() -> tuple:
             or hooks._global_backward_hooks
             or hooks._global_backward_pre_hooks
         ),
-        torch._C._len_torch_function_stack() and str(torch.get_default_device()),
+        private.len_torch_function_stack() and str(torch.get_default_device()),
     )
-    if torch._C._is_any_autocast_enabled():
+    if private.is_any_autocast_enabled():
         kinds = ("cpu", "cuda")
         return (*state, *[(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds])
     return state

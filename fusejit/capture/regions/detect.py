@@ -23,9 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode
 
+from ... import torch_private as private
 from ...codegen.ir.effects import effect_of, in_turn
+from ...torch_private import get_current_function_mode as _get_current_function_mode
 from .. import pytree
 from ..arguments import PLAIN_TYPES
 from ..checkpoints import marking_now
@@ -160,7 +161,7 @@ class Nodes:
         """What the trace has for a value, outside the trace's own function mode: looking at a tensor there would make
         it an input twice.
         """
-        with torch._C.DisableTorchFunction():
+        with private.DisableTorchFunction():
             return self.tracing.replace(value)
 
     def of(self, value: Tensor, like: Tensor | None = None) -> torch.fx.Node:
@@ -202,11 +203,11 @@ class Nodes:
         }
         inputs = tuple(wrap(find[how](what)) for how, what in record.sources)
         called = tracer.create_proxy("call_function", record.region, inputs, {}, name=record.name.lower())
-        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+        with private.DisableTorchFunction(), disable_proxy_modes_tracing():
             fakes = [stand_in(spec) for spec in record.region.outputs]
         for place, fake in enumerate(fakes):
             item = tracer.create_proxy("call_function", operator.getitem, (called, place), {})
-            with torch._C.DisableTorchFunction():
+            with private.DisableTorchFunction():
                 track_tensor_tree(fake, item, constant=None, tracer=tracer)
         called.node.meta["val"] = tuple(fakes)
         value = {"made": fakes.__getitem__, "leaf": leaves.__getitem__, "value": lambda constant: constant}
@@ -253,7 +254,7 @@ class Regions:
         """
         if threading.get_ident() != self.recorder.owner or self.recorder.silent or marking_now():
             return False  # what a checkpoint computes again is no call of its own
-        return torch._C._functorch.maybe_current_level() is None and _get_current_function_mode() is self.tracing
+        return private.maybe_current_level() is None and _get_current_function_mode() is self.tracing
 
     # One call.
 
@@ -314,7 +315,7 @@ class Regions:
         return kind
 
     def spec(self, value: Tensor) -> Spec:
-        with torch._C.DisableTorchFunction():
+        with private.DisableTorchFunction():
             if value.layout is not torch.strided or not whole(value.shape, value.stride()):
                 raise Refused("an argument's layout is not strided, or has holes where its shape varies")
             return spec_of(value)
@@ -458,7 +459,7 @@ def keep(value: Any) -> Any:
 
 
 def memory_of(value: Tensor) -> int:
-    with torch._C.DisableTorchFunction():
+    with private.DisableTorchFunction():
         return value.untyped_storage()._cdata
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ... import torch_private as private
 from ..shapes.region_sizes import SYMBOLIC, numbers, size_node
 from ..sort_graph import drop_switches
 
@@ -112,7 +113,7 @@ class Place(str):
 def target_text(target: Any) -> str:
     if isinstance(target, Region):
         return f"region {target.key}"
-    if isinstance(target, (str, torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+    if isinstance(target, (str, private.OpOverload, private.HigherOrderOperator)):
         return str(target)
     return f"{target.__module__}.{target.__qualname__} {id(target)}"
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ... import torch_private as private
 from ..guards.guards import VALUES, equal, tensor_key
 from ..state.global_names import followable
 from ..state.reads import CONTAINERS, MISSING, Read, freeze, same_items
@@ -209,7 +210,7 @@ def relocate(reads: Iterable[Read], recorder: Recorder, roots: Iterable[tuple[An
     found = []
     recorder.silent += 1
     try:
-        with torch._C.DisableTorchFunction():  # reading a tensor's dtype is no part of the capture
+        with private.DisableTorchFunction():  # reading a tensor's dtype is no part of the capture
             for read in reads:
                 table = table_of(read, pairs, recorder)
                 if table is MISSING:

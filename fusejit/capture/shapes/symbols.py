@@ -363,7 +363,7 @@ class Grown(torch.autograd.Function):
 
 def source(text: str) -> Any:
     """What torch wants to know of where a symbol comes from: a name."""
-    from torch._guards import GuardSource, Source
+    from ...torch_private import GuardSource, Source
 
     class Size(Source):
         name = text  # type: ignore[assignment]

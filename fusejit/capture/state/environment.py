@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from ... import torch_private as private
 from ...errors import Unsupported
 from ..source_lines import frame_line, kind, user_frame
 from .global_names import users_class
@@ -64,7 +65,7 @@ FROZEN = (
 )
 MARK = "what Python code keeps on a tensor is no input of the graph; pass it as an argument"
 RESEEDS = frozenset({"manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"})
-SETTINGS: dict[Any, str] = {torch._C._set_default_dtype: "torch.set_default_dtype"}
+SETTINGS: dict[Any, str] = {private.set_default_dtype: "torch.set_default_dtype"}
 ONCE = "it would take effect at capture only; call it outside"
 INFERENCE = "the capture itself runs outside inference mode, and would see that"
 
@@ -124,7 +125,7 @@ def refuse_marks(recorder: Any) -> None:
     """Refuse an attribute that the user's code has put on a tensor: the trace's stand-in has none, and a default would
     be taken for it.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
+    from ...torch_private import FakeTensor
 
     def missing(fake: Any, name: str) -> Any:
         if kind(sys._getframe(1).f_code.co_filename) != "torch":

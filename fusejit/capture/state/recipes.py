@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
+from ... import torch_private as private
+from ...torch_private import pytree as _pytree
 from ..outputs import OUTPUT_VALUES, Constant
 from .global_names import users_class
 from .reach import CHANGING, slots_of
@@ -152,9 +153,9 @@ class Recipes:
         return made
 
     def of_tensor(self, value: Tensor) -> Result:
-        from torch._subclasses.fake_tensor import FakeTensor
+        from ...torch_private import FakeTensor
 
-        if not isinstance(value, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if not isinstance(value, FakeTensor) and not private.is_functorch_wrapped_tensor(value):
             value = self.twin(value)
         if (
             self.tracker.get(value) is None

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ... import torch_private as private
 from ...errors import KernelAssertion
 from ...templates.base import text_of
 from ..ir.graph import Buffer, Extern, Lowered, Ref
@@ -260,7 +261,7 @@ class Program:
                 return "[" + ", ".join(map(self._text, value)) + "]"
             case torch.device():
                 return self._device(value)
-            case torch._ops.OpOverload():
+            case private.OpOverload():
                 return f"torch.ops.{value}"
             case float() if value != value or value in (float("inf"), -float("inf")):
                 return f'float("{value}")'

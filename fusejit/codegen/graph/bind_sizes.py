@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ... import torch_private as private
 from ...errors import Unsupported
 from ..ir.layout import contiguous
 from ..ir.size import AnySize, Size, hint, number, product, read, scope, spell, symbols
@@ -110,7 +111,7 @@ def sized(module: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, list
         made = new[node] = graph.node_copy(node, new.__getitem__)
         made.meta = dict(node.meta)
         if "val" in node.meta:
-            made.meta["val"] = torch.utils._pytree.tree_map(lambda v: stand_in(v, stands), value)
+            made.meta["val"] = private.tree_map(lambda v: stand_in(v, stands), value)
         if node.op == "placeholder" and isinstance(value, torch.SymInt | torch.SymFloat):
             new[node] = size_of(value)
     return GraphModule(torch.nn.Module(), graph), [stand_in(value, stands) for value in inputs]
@@ -159,7 +160,7 @@ class Shaped(Tensor):
     _strides: tuple[AnySize, ...]
     _offset: AnySize
     _place: torch.device
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = private.disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -178,7 +179,7 @@ class Shaped(Tensor):
     @staticmethod
     def make(shape: tuple, strides: tuple, dtype: torch.dtype, device: torch.device, offset: AnySize = 0) -> Shaped:
         numbers = [tuple(max(0, hint(n)) for n in values) for values in (shape, strides)]
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        made: Any = private.make_wrapper_subclass(
             Shaped, numbers[0], strides=numbers[1], dtype=dtype, device=torch.device("meta")
         )
         made._sizes, made._strides, made._offset, made._place = shape, strides, offset, device

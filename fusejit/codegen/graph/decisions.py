@@ -22,6 +22,7 @@ from collections.abc import Callable, Container
 import torch
 from torch.fx import Graph, Node
 
+from ... import torch_private as private
 from ..ops.decompositions import short
 from ..ops.formulas import HALF
 from ..ops.table import POINTWISE, REDUCTIONS
@@ -159,7 +160,7 @@ def mark_compared(graph: Graph, rules: Container[str]) -> None:
 
 def decides(node: Node) -> bool:
     """Whether the exact bits of a node's operands decide its result."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, private.OpOverload):
         return False
     name = short(node.target)
     stem = name.removeprefix("prims.").partition(".")[0]

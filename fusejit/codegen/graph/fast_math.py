@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ... import torch_private as private
 from ..ir.effects import in_turn
 
 aten = torch.ops.aten
@@ -100,7 +101,7 @@ def algebra(module: GraphModule) -> GraphModule:
     graph.eliminate_dead_code(
         lambda n: (
             n.op in ("placeholder", "output")
-            or not isinstance(n.target, torch._ops.OpOverload)
+            or not isinstance(n.target, private.OpOverload)
             or is_change(n)
             or in_turn(n)
         )
@@ -109,7 +110,7 @@ def algebra(module: GraphModule) -> GraphModule:
 
 
 def is_change(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, private.OpOverload) and node.target._schema.is_mutable
 
 
 def pattern(node: Node, depth: int = 2) -> list[Node]:

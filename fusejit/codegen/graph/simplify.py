@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ... import torch_private as private
 from ..ir.effects import alive, effect
 from ..ops.views import base
 
@@ -44,14 +45,14 @@ def unwritten(graph: Graph, root: torch.nn.Module | None = None) -> GraphModule:
     """A graph's module whose Python is written only if somebody runs or prints it: fx takes longer for it than all
     passes together.
     """
-    from torch.fx._lazy_graph_module import _LazyGraphModule  # absent from torch.fx's own names in 2.11 to 2.13
+    from ...torch_private import LazyGraphModule as _LazyGraphModule  # absent from torch.fx's own names in 2.11 to 2.13
 
     return _LazyGraphModule(torch.nn.Module() if root is None else root, graph)
 
 
 def _key(node: Node) -> object | None:
     """Return what makes two pure calls the same, or None where they must stay apart."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, private.OpOverload):
         return None
     if effect(node.target) is not None or "empty" in str(node.target):
         return None

@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import _side_effectful_functions as MARKED  # what torch's own passes keep alive
+
+from ... import torch_private as private
+from ...torch_private import side_effectful_functions as MARKED  # what torch's own passes keep alive
 
 
 class Effect(enum.Enum):
@@ -76,10 +78,10 @@ def effect(op: Any) -> Effect | None:
         op: an overload, or a packet of them; anything else has the effect that its attribute `effect` names, functions
             of Python none.
     """
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, private.OpOverloadPacket):
         return next((met for name in op.overloads() if (met := effect(getattr(op, name))) is not None), None)
-    if not isinstance(op, torch._ops.OpOverload):
-        if isinstance(op, torch._ops.HigherOrderOperator) and (op in MARKED or registered(op)):
+    if not isinstance(op, private.OpOverload):
+        if isinstance(op, private.HigherOrderOperator) and (op in MARKED or registered(op)):
             return Effect.ORDERED
         return getattr(op, "effect", None)
     if op in MARKED or registered(op):
@@ -97,27 +99,27 @@ def has_formula(op: Any) -> bool:
     """Whether a gradient through an op is the op's own; torch differentiates what the kernel of another one happens to
     call.
     """
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace in PURE:
+    if not isinstance(op, private.OpOverload) or op.namespace in PURE:
         return True
     if not op._schema.returns and not op._schema.is_mutable:
         return True
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in FORMULAS)
+    return any(private.dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in FORMULAS)
 
 
 def registered(op: Any) -> bool:
     """Whether torch's registry knows an effect of an op."""
-    return torch._library.simple_registry.singleton.find(qualified(op)).effect.effect is not None
+    return private.singleton.find(qualified(op)).effect.effect is not None
 
 
 def qualified(op: Any) -> str:
-    return op._name if isinstance(op, torch._ops.OpOverload) else f"{op.namespace}::{op.name()}"
+    return op._name if isinstance(op, private.OpOverload) else f"{op.namespace}::{op.name()}"
 
 
 def effect_of(node: Node) -> Effect | None:
     """The effect of a node: of the op that it calls, or of the one that torch's functions of functions call for it."""
     if node.op != "call_function":
         return None
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, private.HigherOrderOperator):
         met = [effect(arg) for arg in (node.target, *node.args[:2]) if not isinstance(arg, Node) and callable(arg)]
         return next((one for one in met if one is not None), None)
     return effect(node.target)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ... import torch_private as private
 from ..ir.reductions import REDUCTIONS
 from .table import POINTWISE
 
@@ -90,9 +91,9 @@ WHOLE = (
 
 
 @cache
-def table() -> dict[torch._ops.OpOverload, Callable]:
+def table() -> dict[private.OpOverload, Callable]:
     """Return {overload: decomposition}; an op with a row of its own in the op table is never decomposed."""
-    from torch._decomp import core_aten_decompositions, get_decompositions  # 0.1 s, only when something is compiled
+    from ...torch_private import core_aten_decompositions, get_decompositions  # 0.1 s, only when something is compiled
 
     packets = [getattr(torch.ops.aten, name) for name in BROKEN_UP if hasattr(torch.ops.aten, name)]
     found = {**core_aten_decompositions(), **get_decompositions(packets)}
@@ -123,10 +124,10 @@ NOT_EACH = ("mm", "powsum")
 MEAN = 1  # of torch's numbers for reductions
 
 
-def _foreach_ops() -> list[torch._ops.OpOverload]:
+def _foreach_ops() -> list[private.OpOverload]:
     """Return the functional torch._foreach_* ops that are one op on each tensor."""
     names = {
-        s.name.removeprefix("aten::") for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::_foreach_")
+        s.name.removeprefix("aten::") for s in private.jit_get_all_schemas() if s.name.startswith("aten::_foreach_")
     }
     found = []
     for name in sorted(n for n in names if not n.endswith("_") and n.removeprefix("_foreach_") not in NOT_EACH):
@@ -136,7 +137,7 @@ def _foreach_ops() -> list[torch._ops.OpOverload]:
     return [op for op in found if not short(op).endswith(one_tensor_of_scalars)]
 
 
-def _each(op: torch._ops.OpOverload) -> Callable:
+def _each(op: private.OpOverload) -> Callable:
     """Return a foreach op as its namesake on every tensor: lists go to it element by element, everything else as it
     is.
     """

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ... import torch_private as private
 from ..ir.cluster import Cluster, Store
 from ..ir.expr import Expr, Load, cast, compute, const, view
 from ..ir.layout import Affine, strided
@@ -113,10 +114,7 @@ def _changes_input(low: Lowering, node: Node) -> bool:
     before the end.
     """
     target = node.args[0]
-    if (
-        target.op != "placeholder"
-        or sum(n is target for n in torch.utils._pytree.tree_leaves((node.args, node.kwargs))) > 1
-    ):
+    if target.op != "placeholder" or sum(n is target for n in private.tree_leaves((node.args, node.kwargs))) > 1:
         return False
     others = [n for n in target.users if n is not node]
     changed = len(others) == 1 and short(others[0].target) == "copy_.default" and others[0].args[:2] == (target, node)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ... import torch_private as private
 from ...errors import Unsupported
 from ..graph.decisions import compared, dtypes, exact
 from ..ir.cluster import Cluster, Store
@@ -222,7 +223,7 @@ class GraphLowering(Lowering):
             return self.call_program(node, self.programs[target])
         if target in FUNCTIONAL:
             return self.changing(node)
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, private.OpOverload):
             raise Unsupported(str(target), "no graph of ATen ops can hold it", line)
         args, kwargs = torch.fx.node.map_arg((given, options), self.ref)
         leaves = [fake] if isinstance(fake, torch.Tensor) else list(fake) if isinstance(fake, (tuple, list)) else []
@@ -260,7 +261,7 @@ class GraphLowering(Lowering):
         copies.
         """
         op, options, fakes = node.args[0], node.kwargs, node.meta["val"]
-        if not isinstance(op, torch._ops.OpOverload) or any(isinstance(fake, (tuple, list)) for fake in fakes):
+        if not isinstance(op, private.OpOverload) or any(isinstance(fake, (tuple, list)) for fake in fakes):
             raise Unsupported(
                 str(op),
                 "it changes operands in place and returns a list, which no step of a program holds",
@@ -338,7 +339,7 @@ class GraphLowering(Lowering):
 
 def _tensors(node: Node) -> list[torch.Tensor]:
     """Return the fake tensors that a node reads and makes."""
-    found = torch.utils._pytree.tree_leaves([node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]])
+    found = private.tree_leaves([node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]])
     return [v for v in found if isinstance(v, torch.Tensor)]
 
 
