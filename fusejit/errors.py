@@ -51,8 +51,7 @@ class Unsupported(FusejitError):
         reason: why it is refused, and what to do instead.
         line: ``"file.py:12: y = f(x)"``, or ``""`` when no line of the user's is known.
         in_python: the refusal is of the Python around the tensors, which another capture mode may get around; False
-            where the
-            tensors, their devices or their gradients are refused, which no way of reading the Python changes.
+            where the tensors, their devices or their gradients are refused, which no way of reading the Python changes.
     """
 
     def __init__(self, op: str, reason: str, line: str = "", in_python: bool = True) -> None:

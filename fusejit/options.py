@@ -25,10 +25,8 @@ class Settings:
 
     `target`: a GPU architecture to compile for without one. `constants`: closed-over tensors keep the values that they
     have at capture. `apart`: forward and backward are two programs on every backend, also on "eager". `regions`: equal
-    blocks are captured once.
-    `dynamic`: see `fusejit.jit`.
-    `chunk_bytes`: see `fusejit.jit`.
-    `cuda_graph`: Programs are recorded and replayed (see runtime/cudagraph.py); None: at O3.
+    blocks are captured once. `dynamic`: see `fusejit.jit`. `chunk_bytes`: see `fusejit.jit`. `cuda_graph`: Programs are
+    recorded and replayed (see runtime/cudagraph.py); None: at O3.
     """
 
     capture_mode: str = "ast"

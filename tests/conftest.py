@@ -1,8 +1,8 @@
 """What every test shares: the interpreter, the markers, the flags.
 
 Without a GPU the kernels run in Triton's interpreter, which has to be switched on before triton is imported, hence here
-and first. With
-`-m gpu` it stays off, and the tests marked `gpu` and all that take the fixture `device` run on the device.
+and first. With `-m gpu` it stays off, and the tests marked `gpu` and all that take the fixture `device` run on the
+device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What tests/api/test_processes.py runs in processes of its own: `python processes.py NAME`; exit status 0 says that
 all of it held.
 
-$ python tests/processes.py forks
-forks: ok
+$ python tests/processes.py forks forks: ok
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def compile_for(
 
     Args:
         fn: function or `nn.Module`; args, kwargs: of one call. Tensors may be on the CPU, or fake; their values do not
-        matter. target: the GPU's architecture: "sm_80", "sm_90", ...
+            matter.
+        target: the GPU's architecture: "sm_80", "sm_90", ...
 
     Raises:
         CaptureError: the function cannot be captured. CompileError: a kernel cannot be compiled.

@@ -35,7 +35,7 @@ def select(cond: Tensor, a: Any, b: Any) -> Tensor:
 
     Returns:
         A tensor of the broadcast shape, of the dtype that torch gives `a` and `b` together; of two numbers, too, it is
-        a tensor.
+            a tensor.
 
     Raises:
         TypeError: `cond` is no bool tensor, or `a` or `b` is neither a tensor nor a number.
@@ -76,7 +76,8 @@ def while_loop(cond_fn: Callable, body_fn: Callable, carried_inputs: Sequence[An
 
     Args:
         cond_fn: returns a bool or a tensor of one element. body_fn: returns as many values as it takes, of the same
-        dtypes and shapes. carried_inputs: what goes in first.
+            dtypes and shapes.
+        carried_inputs: what goes in first.
 
     Raises:
         Unsupported: while capturing, or under torch.func: a carried value changes its dtype or shape.

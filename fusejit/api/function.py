@@ -234,7 +234,8 @@ class JitFunction:
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """Return the `Report` of a call: kernels, fallbacks, bytes, compile time. Compiles if needed; runs nothing,
-        unless Dynamo reads the function (`capture_mode="bytecode"`), which finds a graph only by running up to it."""
+        unless Dynamo reads the function (`capture_mode="bytecode"`), which finds a graph only by running up to it.
+        """
         return self.explain_for(None, args, kwargs)
 
     def explain_for(self, receiver: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

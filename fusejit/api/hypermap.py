@@ -123,9 +123,8 @@ class MultitypeFuncGraph:
 
         Args:
             types: one for each argument: a name ("Tensor", "Tuple", "List", "Number", "Int", "Float", "Bool", "String",
-                "None", ...), a
-                Python type, or a torch.dtype (a tensor of that dtype). The nearest registered types win; the same ones
-                again replace.
+                "None", ...), a Python type, or a torch.dtype (a tensor of that dtype). The nearest registered types
+                win; the same ones again replace.
 
         Raises:
             TypeError: something else.

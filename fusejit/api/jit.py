@@ -52,36 +52,32 @@ def jit(
 
     Args:
         fn_or_module: a function, method, callable object or `nn.Module`; None makes a decorator. A class is changed:
-            calls of its
-            instances (`forward` of an `nn.Module`, `__call__` of others) run compiled from then on.
+            calls of its instances (`forward` of an `nn.Module`, `__call__` of others) run compiled from then on.
         capture_mode: "ast" rewrites control flow on tensors (`if`, `while`, `and`, ...) into selects, branches and
-            loops of the graph,
-            then traces; "trace" traces the Python as it is; "bytecode" lets torch's Dynamo read the bytecode, and where
-            that cannot go on (a graph break) runs the Python between two graphs. What "ast" cannot capture falls to
-            "bytecode" where kernels are compiled and the Python, not its tensors, is the reason; what "trace" or
-            "bytecode" cannot, runs eagerly.
+            loops of the graph, then traces; "trace" traces the Python as it is; "bytecode" lets torch's Dynamo read the
+            bytecode, and where that cannot go on (a graph break) runs the Python between two graphs. What "ast" cannot
+            capture falls to "bytecode" where kernels are compiled and the Python, not its tensors, is the reason; what
+            "trace" or "bytecode" cannot, runs eagerly.
         jit_level: O0 runs the captured graph op by op; O1 fuses elementwise ops; O2 adds reductions; O3 measures, and
-        fuses across blocks. fullgraph: raise `CaptureError` where the function cannot be captured, instead of running
-        it eagerly. backend: "auto" (triton for CUDA tensors, eager otherwise), "triton", "interpret" (the kernels on
-            the CPU), "eager".
-            FUSEJIT_BACKEND replaces "auto".
+            fuses across blocks.
+        fullgraph: raise `CaptureError` where the function cannot be captured, instead of running it eagerly.
+        backend: "auto" (triton for CUDA tensors, eager otherwise), "triton", "interpret" (the kernels on the CPU),
+            "eager". FUSEJIT_BACKEND replaces "auto".
         dynamic: None specialises on the first sizes and makes a dimension that changes a symbol at the second, True all
-            of them at once;
-            False compiles each shape. Sizes 0 and 1 are always specialised. What torch's `mark_dynamic`,
-            `maybe_mark_dynamic` and
-            `mark_static` noted on a tensor is honoured (not with False). Python numbers likewise: an int from 2 on and
-            a finite float other than 0.0 are inputs from their second value on; where the body needs the value
-            (`range(n)`), each has a program.
+            of them at once; False compiles each shape. Sizes 0 and 1 are always specialised. What torch's
+            `mark_dynamic`, `maybe_mark_dynamic` and `mark_static` noted on a tensor is honoured (not with False).
+            Python numbers likewise: an int from 2 on and a finite float other than 0.0 are inputs from their second
+            value on; where the body needs the value (`range(n)`), each has a program.
         numerics: "fast" rounds a fused chain once, "eager" after each op as torch does. Random numbers: "fast" makes
-            them inside the
-            kernels, all from one seed of torch's default generator; "eager" calls torch's random ops in order, and has
-            their numbers.
+            them inside the kernels, all from one seed of torch's default generator; "eager" calls torch's random ops in
+            order, and has their numbers.
         fast_math: also rewrite `y / y` to 1, `log(exp(a) + exp(b))` to logaddexp and the like, which differs from eager
-            where that
-            overflows or is nan (codegen/graph/fast_math.py has the table).
+            where that overflows or is nan (codegen/graph/fast_math.py has the table).
         cuda_graph: replay the launches of a call at once (runtime/cudagraph.py); None: at O3. Where not, `explain()`
-        has the reason. chunk_bytes: larger products whose rows are only reduced (logits) are computed in parts of so
-        many; 0: never; None: knobs.py, 1 GiB name: how messages and kernels call the function.
+            has the reason.
+        chunk_bytes: larger products whose rows are only reduced (logits) are computed in parts of so many; 0: never;
+            None: knobs.py, 1 GiB
+        name: how messages and kernels call the function.
 
     Returns:
         A `JitModule` for an `nn.Module`, a `JitFunction` for anything else.

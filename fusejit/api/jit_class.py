@@ -12,9 +12,8 @@ In: a class. Out: the same class, its public methods and `__call__` as `JitFunct
     tensor(10)
 
 Inside another jitted function (or module) its instances are made, called and read as in Python, and become part of that
-graph; what
-`__init__` keeps are constants or tensors of that graph. Attributes that a method reads are guarded, so changing one
-recompiles.
+graph; what `__init__` keeps are constants or tensors of that graph. Attributes that a method reads are guarded, so
+changing one recompiles.
 """
 
 from __future__ import annotations
@@ -41,16 +40,15 @@ def jit_class(cls: Any = None, **options: Any) -> Any:
 
     Args:
         cls: a class that is no `nn.Module`: changed in place and returned. Static and class methods are jitted too;
-            properties, names
-            with a leading underscore and `__init__` stay as they are. Subclasses get the same for the methods that they
-            define.
+            properties, names with a leading underscore and `__init__` stay as they are. Subclasses get the same for the
+            methods that they define.
         options: of `fusejit.jit`, for each method.
 
     With jit switched off the methods are plain Python.
 
     Raises:
         TypeError: `cls` is an `nn.Module`, which `fusejit.jit` takes, or no class. ValueError (from a jitted function
-        that calls an instance whose class has no `__call__`).
+            that calls an instance whose class has no `__call__`).
     """
     if cls is None:
         return functools.partial(jit_class, **options)

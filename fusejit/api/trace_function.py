@@ -203,30 +203,26 @@ def trace(
 
     Args:
         fn: a function, method or callable object. Positional arguments are its inputs, keyword arguments its nets,
-            optimizers
-            and options; both may be any nesting of tensors and Python values.
+            optimizers and options; both may be any nesting of tensors and Python values.
         symbolic: False: the first call with such arguments runs as plain Python, beside which the program is made; a
-            function that reads
-            a tensor's values stays plain Python (see `explain()`). True: the program runs from the first call on;
-            reading is an error.
+            function that reads a tensor's values stays plain Python (see `explain()`). True: the program runs from the
+            first call on; reading is an error.
         capture_as_const: closed-over tensors are constants with their first values and no gradients; positional
-        arguments are tensors. record_only: a call makes the program and runs nothing: it returns None.
+            arguments are tensors.
+        record_only: a call makes the program and runs nothing: it returns None.
         profiling: keep the time of each call for `get_profile()`; waits for the GPU after each.
         opt_level: 0 to 3, the `jit_level` O0 to O3 of `fusejit.jit`.
         symbolic_shape: True: sizes and numbers that change are inputs of the program (`dynamic=None` of `fusejit.jit`;
-            not with
-            `without_host=False`); False: every shape has a program of its own. No shape ever fails.
+            not with `without_host=False`); False: every shape has a program of its own. No shape ever fails.
         without_host: True: later calls check guards and run the program. False: they run the Python too, on fake
-            tensors, compare it
-            op by op and constant by constant with what was recorded, and then run the recorded program.
+            tensors, compare it op by op and constant by constant with what was recorded, and then run the recorded
+            program.
         backend, numerics, fast_math, name: see `fusejit.jit`.
 
     Raises:
         ValueError, TypeError, NotImplementedError: an option is none of its choices, `fn` not callable, an option not
-            there yet.
-        TraceError (from a call): the function no longer does what was recorded (without_host=False); the next call that
-            does runs.
-        CaptureError (from a call): the function cannot be captured (symbolic=True).
+            there yet. TraceError (from a call): the function no longer does what was recorded (without_host=False); the
+            next call that does runs. CaptureError (from a call): the function cannot be captured (symbolic=True).
     """
     refuse_later(
         sublinear_memory_config=sublinear_memory_config, dtr_config=dtr_config, graph_opt_config=graph_opt_config

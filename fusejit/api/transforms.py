@@ -140,15 +140,13 @@ def vmap(
 
     Args:
         fn: a function, a jitted function, an `nn.Module`, or a list of two or more modules of equal structure: an
-            ensemble, whose
-            i-th model gets the i-th slice; each model's own parameters receive its gradients and its in-place changes.
+            ensemble, whose i-th model gets the i-th slice; each model's own parameters receive its gradients and its
+            in-place changes.
         in_axes: the axis of each positional argument that is mapped, from -ndim to ndim - 1, or None for one that every
-            call shares: an
-            int for all of them, or a tuple (list, dict) that follows the arguments' nesting. Keyword arguments are
-            shared.
+            call shares: an int for all of them, or a tuple (list, dict) that follows the arguments' nesting. Keyword
+            arguments are shared.
         out_axes: where the axis goes in each result. None needs a result that does not depend on mapped arguments; such
-            a result is
-            repeated along an int axis.
+            a result is repeated along an int axis.
         in_dims, out_dims: torch's names of `in_axes` and `out_axes`.
         randomness: "error" refuses random ops, "different" draws for each slice, "same" draws once for all.
         chunk_size: the most slices that are computed at a time.

@@ -11,8 +11,8 @@ in-place changes.
 Three routes, taken from AOTAutograd's metadata: nothing requires grad: the forward Program alone; gradients: one
 forward and one backward Program behind one thin `autograd.Function` (autograd_function.py); in-place changes of inputs
 that autograd must see, or memory shared among changed inputs: torch's own runtime wrappers around our Programs (40 to
-100 us a call; recorded).
-Results that are only views of inputs or of other results never enter the graphs: they are replayed natively.
+100 us a call; recorded). Results that are only views of inputs or of other results never enter the graphs: they are
+replayed natively.
 """
 
 from __future__ import annotations

@@ -56,9 +56,11 @@ class Compiled:
 
     Attributes:
         forward: inputs to results and saved tensors, from `graph`. gradient: the backward, or None where nothing
-        requires grad. outputs: fake results and saved tensors of the forward; results: how many of them are results.
+            requires grad.
+        outputs: fake results and saved tensors of the forward; results: how many of them are results.
         saved: for each tensor the backward reads: ("input", i), ("result", i) or ("made", i), the place among what the
-        forward returns. inner: regions that this one calls.
+            forward returns.
+        inner: regions that this one calls.
     """
 
     key: str

@@ -153,10 +153,11 @@ def read(
 
     Args:
         receive: called for each graph, while a call is read; returns what runs in its place (inputs to a tuple of
-        results). fullgraph: a graph break raises torch's `Unsupported` (see `explain_break`) instead of going on in
-        Python. limit: how often one frame is compiled; `stopped(name, limit)` is called at more, and the frame runs
-        what it has, or in Python. first: why the first graph is made. dynamic: which sizes and numbers Dynamo makes
-            symbols, as for `jit`.
+            results).
+        fullgraph: a graph break raises torch's `Unsupported` (see `explain_break`) instead of going on in Python.
+        limit: how often one frame is compiled; `stopped(name, limit)` is called at more, and the frame runs what it
+            has, or in Python.
+        first: why the first graph is made. dynamic: which sizes and numbers Dynamo makes symbols, as for `jit`.
     """
     from ..torch_private import eval_frame, optimize
 

@@ -184,14 +184,13 @@ def print(*args: Any, sep: str = " ", end: str = "\n", **named: Any) -> None:
 
     Args:
         args: tensors of any shape, dtype and device, containers of them, and Python values (which are as they were when
-        captured). sep, end: as for Python's `print`.
+            captured).
+        sep, end: as for Python's `print`.
         named: values for the fields of those `args` that are strings: `fusejit.print("loss {loss:.3f}", loss=loss)`.
 
     Prints keep their order among each other and see in-place changes as the program has them. A backward never repeats
-    one. Under
-    `vmap` one print shows the whole batch, its dimension first; in an `if` or `while` on a tensor it prints when the
-    test holds.
-    Gradients do not flow through and are not shown.
+    one. Under `vmap` one print shows the whole batch, its dimension first; in an `if` or `while` on a tensor it prints
+    when the test holds. Gradients do not flow through and are not shown.
 
     Raises:
         ValueError: a string has a field that is not among `named`.

@@ -7,9 +7,8 @@ a new node.
 
 torch asks of each op whether it decomposes, can be folded, has symbolic sizes or opaque objects among its arguments,
 and flattens these several times. Nearly all ops have nothing of that: an ATen op that returns one tensor, of fake
-tensors that the graph has made and of
-Python values. Such a call is written here, in half the time; the node is the one that torch would make. All others
-torch records.
+tensors that the graph has made and of Python values. Such a call is written here, in half the time; the node is the one
+that torch would make. All others torch records.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ def recording(mode: Any, symbolic: bool) -> Callable[[Any, tuple, dict[str, Any]
 
     Args:
         mode: a `ProxyTorchDispatchMode`, while it is the mode's own turn: its `__torch_dispatch__` is taken as it is
-        now. symbolic: sizes may be symbols, whose nodes torch makes.
+            now.
+        symbolic: sizes may be symbols, whose nodes torch makes.
     """
     import torch.fx.traceback as fx_traceback
 

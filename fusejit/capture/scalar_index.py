@@ -2,8 +2,7 @@
 dimensions.
 
 In: the call of `Tensor.__getitem__` or `__setitem__`. Out: its result, by a gather or a scatter; torch itself would ask
-for the value of
-`i`, which a graph does not know.
+for the value of `i`, which a graph does not know.
 
     x[i], x[i, :, 2]     i: int64 tensor of shape ()     ->     aten.index(x, [i]), aten.index(x, [i, None, 2])
 

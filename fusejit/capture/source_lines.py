@@ -6,9 +6,8 @@ In: a Python frame, an exception or an fx node. Out: a short text that names the
     'model.py:12: y = f(x)'
 
 A line is the user's when its file belongs neither to torch, nor to fusejit (its blocks aside), nor to Python itself. A
-library's module
-(Hugging Face, timm) counts as the user's inside its `forward`; its small functions count only when no such frame is
-near.
+library's module (Hugging Face, timm) counts as the user's inside its `forward`; its small functions count only when no
+such frame is near.
 """
 
 from __future__ import annotations

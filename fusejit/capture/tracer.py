@@ -1,9 +1,8 @@
 """Capture by tracing: run a Python function once on fake tensors and keep its ops as a graph.
 
 In: a function and the arguments of one call. Out: a `Captured`: a `torch.fx` graph of ATen ops before autograd and
-autocast
-(linear, layer_norm, dropout and scaled_dot_product_attention stay whole), whose inputs are the tensors among the
-arguments and then every other tensor that the body touched (parameters, buffers, closed-over tensors).
+autocast (linear, layer_norm, dropout and scaled_dot_product_attention stay whole), whose inputs are the tensors among
+the arguments and then every other tensor that the body touched (parameters, buffers, closed-over tensors).
 
     >>> captured = capture(lambda x: (x + 1).relu(), (torch.ones(2),), {})
     >>> print(captured.graph.graph)
@@ -408,9 +407,10 @@ def capture(
         name: how messages call the function.
         watch: objects whose attribute reads matter besides `fn` (a method's `self`).
         rewrite: makes of `fn`, and of (the `forward` that a module reads, the module), what is run instead; `fn` itself
-        is watched. regions: makes what sees the calls of repeated blocks (see capture/regions/detect.py); None captures
-        every call in place. symbols: the sizes that may vary (see capture/shapes/symbols.py); they become the graph's
-            last inputs.
+            is watched.
+        regions: makes what sees the calls of repeated blocks (see capture/regions/detect.py); None captures every call
+            in place.
+        symbols: the sizes that may vary (see capture/shapes/symbols.py); they become the graph's last inputs.
 
     Raises:
         Unsupported: something in the body cannot be captured; names the user's line.

@@ -225,7 +225,8 @@ def check_aliases(
 
     Args:
         cut: the nodes that are about to become a piece of their own, () for the whole graph, whose outside are its
-        inputs. result: what the whole function returns: its tensors are read at the end.
+            inputs.
+        result: what the whole function returns: its tensors are read at the end.
     """
     if not shared:
         return

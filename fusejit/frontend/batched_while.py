@@ -2,8 +2,7 @@
 until no row is left.
 
 In: the test and the body of a loop while transforms are open. Out: the variables behind it. In a captured graph it is
-one `Rounds`
-(subgraph_op.py), which each transform turns into another piece; outside of a capture Python loops.
+one `Rounds` (subgraph_op.py), which each transform turns into another piece; outside of a capture Python loops.
 
     torch.vmap(f)(rows)        f: `while x.sum() < 9: x = x * 2`
     # round: x = where(x.sum() < 9, x * 2, x), while the test holds for any row

@@ -264,8 +264,8 @@ class Traced:
 
     Attributes:
         changed: places of the tensors that a round changes in place; inside, last, after: leaves at the head, at the
-            end of a round, and
-            at the end with what was changed in place as its copy; mark: the last node before the traced ones.
+            end of a round, and at the end with what was changed in place as its copy; mark: the last node before the
+            traced ones.
     """
 
     test: Any

@@ -8,10 +8,9 @@ In: a function. Out: the code object of the same function, in which
         y = x                    |
 
 Conditional expressions, `and`, `or`, `not`, chained comparisons, `assert` and `while` go the same way; a test that
-cannot be a tensor
-(`is None`, `isinstance`, ...) stays as it is. Each call `f(x)` becomes `callee(f)(x)`, so that the functions which are
-called are rewritten when they are called (converted_call.py). Lines are kept: each new node stands where the user's
-stands.
+cannot be a tensor (`is None`, `isinstance`, ...) stays as it is. Each call `f(x)` becomes `callee(f)(x)`, so that the
+functions which are called are rewritten when they are called (converted_call.py). Lines are kept: each new node stands
+where the user's stands.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Lower jumps: `return`, `break` and `continue` inside an `if` become flags, so that every arm runs to its end.
 
 In: the tree of a function. Out: the same function without jumps out of the arms that may become functions: what came
-after such an
-`if` goes into the arm that does not jump, or is guarded by the flags that the arm may have set.
+after such an `if` goes into the arm that does not jump, or is guarded by the flags that the arm may have set.
 
     for row in rows:            |  `break 1` = False
         if row.sum() > 3:       |  for `item 1` in rows:

@@ -9,8 +9,7 @@ whose value is not known: while capturing, and under `torch.vmap`.
 
 The rule: an `if` becomes a select when both arms together make at most OPS tensors of at most BYTES, none of them by a
 matmul, a convolution, a sort, linear algebra or random numbers; otherwise it becomes a branch, of which only the side
-that is taken runs. Under
-`vmap` and `torch.func.grad` it is always a select: there is no one side to take.
+that is taken runs. Under `vmap` and `torch.func.grad` it is always a select: there is no one side to take.
 """
 
 from __future__ import annotations

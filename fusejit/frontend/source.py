@@ -268,8 +268,8 @@ def code_of(source: Source, tree: ast.FunctionDef, constants: Mapping[str, Any] 
     Args:
         tree: from `source.tree()`; new nodes without a position take their parent's.
         constants: {string: object}: wherever the tree has that string as a constant, the code has the object. So a
-            rewrite can call
-            functions that are neither globals nor closure variables of the user's, and nothing reads or guards them.
+            rewrite can call functions that are neither globals nor closure variables of the user's, and nothing reads
+            or guards them.
     """
     code = compile_node(source, tree)
     return with_constants(code, constants or {}).replace(co_qualname=source.code.co_qualname)

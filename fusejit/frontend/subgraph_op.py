@@ -2,10 +2,9 @@
 loop.
 
 In: graphs that were cut out of the one being captured. Out: a node of it, whose target is a `Piece`. Run eagerly it is
-Python's own
-`if` or `while` over those graphs, with torch's own gradients of any order. Where the graph is traced again, to be
-compiled, it becomes one op, `fusejit::piece`, whose backward runs the piece once more with gradients on: an extern call
-of the Program.
+Python's own `if` or `while` over those graphs, with torch's own gradients of any order. Where the graph is traced
+again, to be compiled, it becomes one op, `fusejit::piece`, whose backward runs the piece once more with gradients on:
+an extern call of the Program.
 
     %branch = call_function[target=branch](args = (%gt, %x, %w), kwargs = {})      captured, and run by backend "eager"
     b3, = torch.ops.fusejit.piece.default([b0, x, w], 'branch 1')                   in a Program

@@ -41,15 +41,16 @@ class KernelSpec:
 
     Args:
         source: the text of one function decorated with @triton.jit, without imports; it may use `triton`, `tl` and
-        `fj`. name: the function's name.
+            `fj`.
+        name: the function's name.
         params: Triton types of its leading parameters, "*fp32", "*bf16", "*i1", "i64", ...
         constants: (name, value) of its other parameters, all tl.constexpr.
         num_warps, num_stages: as in Triton.
         debug: whether tl.device_assert is compiled in.
         aligned: for each of `params`, whether its address (or value) is a multiple of 16.
         fp_fusion: whether a multiplication and an addition may become one fma. Without it (numerics "eager") the maths
-            library keeps
-            denormal numbers too, and is the CUDA toolkit's where there is one: torch's kernels are built with it.
+            library keeps denormal numbers too, and is the CUDA toolkit's where there is one: torch's kernels are built
+            with it.
     """
 
     source: str

@@ -10,14 +10,12 @@ In: a Program. Out: `Recorded`, called like the Program; `state` says in words w
 A recording holds addresses. An input whose address repeats (a parameter, what the forward saved) is read where it is,
 and the addresses are part of the key of a small table; one that keeps moving is copied into memory of the recording.
 Results live in the recording's memory and are handed out as they are; while callers still hold those of a call before,
-a second recording serves, which hands out copies.
-All recordings of a device share one pool, and run on the stream on which they were made; a call on another stream runs
-without them. Random numbers: torch gives a recording the generator's offset at each replay. Gradients need nothing of
-their own: the forward and the backward are two Programs.
+a second recording serves, which hands out copies. All recordings of a device share one pool, and run on the stream on
+which they were made; a call on another stream runs without them. Random numbers: torch gives a recording the
+generator's offset at each replay. Gradients need nothing of their own: the forward and the backward are two Programs.
 
 What stands between these decisions and the device is `Driver`; tests put another in its place, which records and
-replays on the CPU.
-This file has not run on a GPU yet: what has been tested is everything but `CudaDriver`.
+replays on the CPU. This file has not run on a GPU yet: what has been tested is everything but `CudaDriver`.
 """
 
 from __future__ import annotations

@@ -189,7 +189,8 @@ class Bindings:
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """A call, its flattened arguments, and what the guards found for it: parameters and other closed-over tensors, then
-    the sizes that vary."""
+    the sizes that vary.
+    """
 
     receiver: Any
     args: tuple
@@ -444,7 +445,8 @@ def beyond() -> bool:
 @dataclass(slots=True)
 class Watched:
     """The reads of a capture as conditions on versions of dicts, on empty containers, and as they are; `tensors`: the
-    lifted ones are checked along with the dicts."""
+    lifted ones are checked along with the dicts.
+    """
 
     scope: dict[str, Any]
     conditions: list[str]

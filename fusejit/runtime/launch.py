@@ -144,7 +144,8 @@ def kernel(
 
     Args:
         source: the text of one function decorated with @triton.jit, using `triton`, `tl` and `fj`
-        (fusejit.runtime.kernels.device). name: the function's name.
+            (fusejit.runtime.kernels.device).
+        name: the function's name.
         params: Triton types of its leading parameters, in order ("*fp32", "*i1", "i64").
         constants: values of the remaining, tl.constexpr, parameters, in the function's order.
         grid: programs along each axis.
@@ -261,8 +262,7 @@ def _interpretable(spec: KernelSpec) -> Any:
     """Return the kernel as a Python function, and make triton.language interpret from now on.
 
     Triton patches its language before and after each launch and before each device function call, about 20 ms; a
-    process with
-    TRITON_INTERPRET=1 never compiles, so patching once is enough.
+    process with TRITON_INTERPRET=1 never compiles, so patching once is enough.
     """
     import triton.language as tl
     from triton.runtime import interpreter

@@ -60,9 +60,9 @@ Free = Sequence[tuple[Sequence[bool], Sequence[bool]]]
 
 def tensor_check(tensors: Sequence[Tensor], free: Free = ()) -> Callable[..., bool]:
     """Return `check(*tensors) -> bool`: as many tensors, all different objects, each with the type, dtype, device,
-    sizes, strides
-    (but for those that are free), requires_grad and dispatch keys (conjugation, negation, inference, functorch) of its
-    example."""
+    sizes, strides (but for those that are free), requires_grad and dispatch keys (conjugation, negation, inference,
+    functorch) of its example.
+    """
     if hasattr(_guards, "TensorGuards"):
         # both keywords have to be there, or it crashes; None asks for equal sizes and strides, a list for each that is
         # not None
@@ -132,7 +132,8 @@ def version_of(table: dict) -> int:
 
 def has_tree(count: int) -> bool:
     """Whether so many things are checked by torch's guard tree, which needs Dynamo: 2 s of import, loaded already where
-    anything was compiled."""
+    anything was compiled.
+    """
     return count > 8 and "torch._dynamo.guards" in sys.modules and hasattr(_guards, "RootGuardManager")
 
 
@@ -141,7 +142,8 @@ def dict_check(
 ) -> Callable[[tuple], bool]:
     """Return `check((*tables, *objects, *tensors)) -> bool`, for these very dicts and objects: no dict has been changed
     since now, each object is still of the class that it is of now, and each tensor has the metadata that it has now (as
-    of `tensor_check`)."""
+    of `tensor_check`).
+    """
     count, kinds = len(tables), [*map(type, objects)]
     if has_tree(count + len(kinds) + len(tensors)):
         guard = sys.modules["torch._dynamo.guards"].GuardManagerType.GUARD_MANAGER

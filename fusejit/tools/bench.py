@@ -3,10 +3,9 @@
 In: names of blocks (all if none). Out: `Row`s, printed as a table and, on request, written as JSON; an exit code.
 
 With a GPU the times are measured: medians of CUDA events, the L2 cache flushed before each call, next to a device copy
-in the same run.
-Without one nothing is timed on a device: kernels and bytes come from `explain()` at the real shapes, the time is the
-roofline's (bytes over the copy bandwidth of an H100), the kernels are compiled for sm_90, and the error is found by
-running them in Triton's interpreter at small shapes.
+in the same run. Without one nothing is timed on a device: kernels and bytes come from `explain()` at the real shapes,
+the time is the roofline's (bytes over the copy bandwidth of an H100), the kernels are compiled for sm_90, and the error
+is found by running them in Triton's interpreter at small shapes.
 
     block                pass     kernels        bytes (MB)       roofline (us) ...
     bias_gelu            forward   2 ->  1     268.5 -> 134.2       89.5 -> 44.7
@@ -125,8 +124,7 @@ def call_of(
 
     Args:
         pass_: "forward" gives the outputs; "backward" the gradients of the differentiable arguments, for a forward that
-            ran before;
-            "both" outputs and gradients.
+            ran before; "both" outputs and gradients.
         given: the gradients of the differentiable outputs.
     """
     wanted = [a for a in tensors(args) if a.requires_grad]

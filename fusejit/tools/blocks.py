@@ -38,8 +38,7 @@ class Block:
         dtype: of the activations in measurements.
         grad: forward and backward together are measured too.
         reference: `(outputs, *arguments) -> outputs` in the dtype of the arguments, for a block whose result depends on
-            random numbers;
-            `outputs` are followed by the gradients where there are any.
+            random numbers; `outputs` are followed by the gradients where there are any.
     """
 
     name: str
@@ -170,7 +169,8 @@ def _dropout_reference(
     outputs: Sequence[Tensor], x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, p: float
 ) -> tuple[Tensor, Tensor]:
     """The same with the mask that `outputs` shows: an element was kept if the stream moved at least half of its way, or
-    better, where the stream has a gradient, if x has one too."""
+    better, where the stream has a gradient, if x has one too.
+    """
     moved = (outputs[1].detach() - residual.detach()).to(x.dtype)
     kept = moved / x.detach() * (1 - p) > 0.5
     if len(outputs) > 2:

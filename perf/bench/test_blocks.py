@@ -1,9 +1,8 @@
 """Every block fused against unfused, and transformers' blocks under the default backend against eager.
 
 With a GPU: device time of eager, fusejit-O0 (captured, not fused), fusejit-O2, torch.compile with --peer, and a copy of
-the least bytes.
-Without one the default backend runs the captured graph through torch: host time at the small shapes, which is what a
-CPU user pays.
+the least bytes. Without one the default backend runs the captured graph through torch: host time at the small shapes,
+which is what a CPU user pays.
 """
 
 from __future__ import annotations

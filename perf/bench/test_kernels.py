@@ -3,10 +3,9 @@ run; needs a GPU.
 
 The first variant of a case measures all of them in turns; the others replay what was found, one row of the JSON each.
 The cases that come first tell most. With PERF_BUDGET (seconds) the cases that would start later are skipped, with
-PERF_FROM the first ones are, and with
-PERF_JOURNAL every finished row is appended to a file at once, so that a run that is cut short loses nothing (see
-gpu.sh). PERF_REHEARSE=1 runs all of it without a GPU, at small shapes and with a clock that counts: its rows are marked
-synthetic and mean nothing.
+PERF_FROM the first ones are, and with PERF_JOURNAL every finished row is appended to a file at once, so that a run that
+is cut short loses nothing (see gpu.sh). PERF_REHEARSE=1 runs all of it without a GPU, at small shapes and with a clock
+that counts: its rows are marked synthetic and mean nothing.
 """
 
 from __future__ import annotations

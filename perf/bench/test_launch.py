@@ -2,10 +2,9 @@
 and 50 blocks.
 
 launches.py says what is called and how. The first variant of a case measures all of them in turns; the others replay
-what was found.
-`extra_info["overhead_us"]` is what a call takes beyond what it runs, of medians: beyond `bare` for fusejit, beyond
-`nothing` for the variants that run nothing. PERF_REHEARSE=1 takes three short turns of a clock that counts, and the
-rows are marked synthetic.
+what was found. `extra_info["overhead_us"]` is what a call takes beyond what it runs, of medians: beyond `bare` for
+fusejit, beyond `nothing` for the variants that run nothing. PERF_REHEARSE=1 takes three short turns of a clock that
+counts, and the rows are marked synthetic.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 comparison in turns.
 
 In: nothing; `PERF_REHEARSE=1` takes the smallest sizes and one round. Out: a row of pytest-benchmark's JSON for each
-variant, with its
-`nodes`, `launches` and `ratio` (how many times fusejit's time it takes); on fusejit's rows `figures`: what the seed
-reached, what we did.
-Nothing here asserts a time; `perf/lib/figures.py` prints the figures of a JSON, and of a run at its end.
+variant, with its `nodes`, `launches` and `ratio` (how many times fusejit's time it takes); on fusejit's rows `figures`:
+what the seed reached, what we did. Nothing here asserts a time; `perf/lib/figures.py` prints the figures of a JSON, and
+of a run at its end.
 
     feature                 figure                                                 target       here
     select instead of if    compile and run, fusejit's own capture of torch.cond   >= 3.08      ...

@@ -87,8 +87,9 @@ class Case:
 
     def bytes_minimum(self, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
         """What any implementation moves: each input read once and each output written once; for a backward the tangents
-        and what it needs
-        `again` read, the gradients written. What an implementation chooses to save in between does not count."""
+        and what it needs `again` read, the gradients written. What an implementation chooses to save in between does
+        not count.
+        """
         return sum(self.bytes_least(args, outputs))
 
     def bytes_least(self, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[int, int]:

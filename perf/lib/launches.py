@@ -41,7 +41,8 @@ WIDTH = 32
 @dataclass(frozen=True, slots=True)
 class Call:
     """A function with `inputs` tensors, or a module with `blocks` blocks; `pass_` says whether anything requires grad,
-    `dynamic` whether the sizes of the inputs may vary."""
+    `dynamic` whether the sizes of the inputs may vary.
+    """
 
     name: str
     pass_: str
@@ -193,7 +194,8 @@ def measure(
     call: Call, device: str = "cpu", budget_s: float = 1.5, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
     """Host microseconds of every variant, in turns of about 2 ms, until `budget_s` seconds a variant are spent; device
-    work is waited for between the turns, and a turn is too short to fill the queue of launches."""
+    work is waited for between the turns, and a turn is too short to fill the queue of launches.
+    """
     with torch.set_grad_enabled(call.grad), launching_nothing() if device == "cpu" else contextlib.nullcontext():
         runs = variants(call, device)
         wait = torch.cuda.synchronize if device == "cuda" else lambda: None

@@ -65,7 +65,8 @@ def rehearsal() -> Machine:
 @dataclass(slots=True)
 class Measured:
     """By variant: microseconds of each repetition, the largest error against float64, why it could not run. `wrong`:
-    fusejit's variants with an output further from float64 than twice eager's error and two ulp."""
+    fusejit's variants with an output further from float64 than twice eager's error and two ulp.
+    """
 
     bytes_minimum: int
     shape: tuple[int, ...]

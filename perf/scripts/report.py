@@ -4,8 +4,7 @@ PREFIX]`.
 In: what `perf/gpu.sh kernels` leaves: pytest-benchmark JSON, or the .jsonl of a run that was cut short; of several
 files a later row replaces an earlier one. The JSON of perf/static.py may be among them, or alone (report_static.py).
 Out: a table on stdout (or as markdown), one self-contained HTML page, and PREFIX-roof.png and PREFIX-speedup.png, which
-need matplotlib (`pip install 'fusejit[perf]'`).
-What was not measured is shown as "-", never filled in.
+need matplotlib (`pip install 'fusejit[perf]'`). What was not measured is shown as "-", never filled in.
 
     case      pass     dtype     shape       eager  torch.compile  ...  fusejit-O2  GB/s  % of copy  speedup  error
     softmax   forward  bfloat16  16384x4096   95.1           93.0  ...        90.2  2975         98     1.03  1.9e-03

@@ -537,7 +537,8 @@ def with_gradients(function, x):
 @pytest.mark.parametrize("name", ROW_WISE)
 def test_rows_of_every_kind(name, dtype, device, fuse):
     """Forward and backward, row by row: no worse than twice eager's error and 2 ulp of the row's largest; NaN and
-    infinity where eager or float64 has them (eager's eps of 1e-12 is 0 in float16, ours is not)."""
+    infinity where eager or float64 has them (eager's eps of 1e-12 is 0 in float16, ours is not).
+    """
     wrong = []
     for columns in (66, 1):
         kinds = rows_of_every_kind(columns, dtype)

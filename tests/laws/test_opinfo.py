@@ -1,11 +1,10 @@
 """Nobody else's code: torch's own database of ops and sample arguments, forward and backward, fused against eager.
 
 In CI one sample of most ops; `pytest tests/laws/test_opinfo.py --opinfo=all` runs up to eight float32 samples of every
-op and rewrites
-`opinfo_summary.md`; `--opinfo-dtype=bfloat16` takes another dtype, for the elementwise ops and reductions. A sample
-passes if its outputs and gradients are eager's up to rounding, or no farther from float64 than twice eager's distance,
-and if whatever was not fused has a reason. Ops whose eager result differs from one call to the next are compared in
-shape and dtype only; which those are is found by calling them.
+op and rewrites `opinfo_summary.md`; `--opinfo-dtype=bfloat16` takes another dtype, for the elementwise ops and
+reductions. A sample passes if its outputs and gradients are eager's up to rounding, or no farther from float64 than
+twice eager's distance, and if whatever was not fused has a reason. Ops whose eager result differs from one call to the
+next are compared in shape and dtype only; which those are is found by calling them.
 """
 
 from __future__ import annotations

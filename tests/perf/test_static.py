@@ -1,6 +1,5 @@
 """What needs no GPU to be shown of the kernel benchmarks: every rule of perf/lib/criteria.py, on a part of the cases
-here, on all with
---slow.
+here, on all with --slow.
 
 The rules: 0 spills, one read of each input a pass and one pass up to 32K columns, 16 bytes at a time where the strides
 allow, bytes within the stated limit, launches that fill 132 multiprocessors. Launches are compared with torch.compile's

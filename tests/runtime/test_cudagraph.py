@@ -1,5 +1,6 @@
 """CUDA graphs: which addresses, copies and results a replay may use, with a driver that records and replays on the CPU;
-the real thing with `-m gpu`."""
+the real thing with `-m gpu`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Never slower than eager: the choice between a tiny Program and the captured graph, with a timer that says what the
-test wants; and calls that a program cannot take: the right answer by a slower path, or one clear error."""
+test wants; and calls that a program cannot take: the right answer by a slower path, or one clear error.
+"""
 
 from __future__ import annotations
 

@@ -544,7 +544,8 @@ def test_rows_for_h100(name, shape):
 @pytest.mark.parametrize("columns", [1023, 4097, 50_257])
 def test_odd_rows_for_h100(columns):
     """Rows that begin at odd addresses are read in groups of 16 bytes (test_unaligned_rows.py), pointwise kernels run
-    over all rows as over one."""
+    over all rows as over one.
+    """
     (k,) = for_h100(FEW_ROWS["softmax"][0], meta(1024, columns))
     assert k.n_spills == 0 and k.wide_loads and k.wide_stores
     (loss,) = for_h100(

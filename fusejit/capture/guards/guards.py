@@ -10,9 +10,9 @@ has changed.
     >>> module.eval(); guards.lifted() is None
     True
 
-The check is one generated Python function: a chain of comparisons on pinned dictionaries, about 60 ns a read.
-Compared by value: numbers, strings, dtypes and the like, and containers of them to `effects.DEPTH`; by identity:
-everything else. Tensors are inputs: only their dtype, device, shape, strides, requires_grad and type are compared.
+The check is one generated Python function: a chain of comparisons on pinned dictionaries, about 60 ns a read. Compared
+by value: numbers, strings, dtypes and the like, and containers of them to `effects.DEPTH`; by identity: everything
+else. Tensors are inputs: only their dtype, device, shape, strides, requires_grad and type are compared.
 """
 
 from __future__ import annotations

@@ -47,9 +47,9 @@ class Region:
 
     Attributes:
         graph: its module: inputs to a flat tuple of outputs. inputs, outputs: dtype, shape, stride, device,
-        requires_grad of each. grad, autocast: the state in which it was captured and runs. marked: by the user, not
-        found by itself. key: equal for equal graphs in equal states. calls: nodes that call it, in the graph that holds
-            it.
+            requires_grad of each.
+        grad, autocast: the state in which it was captured and runs. marked: by the user, not found by itself.
+        key: equal for equal graphs in equal states. calls: nodes that call it, in the graph that holds it.
     """
 
     def __init__(self, name: str, marked: bool, apart: str = "") -> None:

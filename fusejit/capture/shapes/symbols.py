@@ -12,8 +12,8 @@ a call, or says that the graph does not hold for it.
         return [s0]
 
 torch's ShapeEnv does the algebra and collects the guards; equal sizes share a symbol (duck shaping) and are then
-checked to be equal.
-0 and 1 are never symbols: torch specialises on them, and so do we; nor is a float that is 0.0, infinite or nan.
+checked to be equal. 0 and 1 are never symbols: torch specialises on them, and so do we; nor is a float that is 0.0,
+infinite or nan.
 """
 
 from __future__ import annotations

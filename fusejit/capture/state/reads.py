@@ -41,9 +41,8 @@ class Read:
     """One value that the capture read.
 
     `how`: item (`table[name]`), absent (`name not in table`), entry (`table[section][name]`), attribute, cell, call
-    (`table()`), element (`table` is the read of a container, `name` the keys that lead into it).
-    `written`: the capture itself had put the value there, which only the calls of one capture can tell apart (see
-    capture/regions/detect.py).
+    (`table()`), element (`table` is the read of a container, `name` the keys that lead into it). `written`: the capture
+    itself had put the value there, which only the calls of one capture can tell apart (see capture/regions/detect.py).
     """
 
     how: str

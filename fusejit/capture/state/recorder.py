@@ -10,10 +10,9 @@ attribute, container or global it can change, as it was before (`snapshots`, `ce
 
 Reads are seen by replacing `__getattribute__` of `nn.Module`, and of the class of every plain object that is reached,
 while the capture lasts; globals by looking at the code of each user function that runs. Other threads see the
-originals' behaviour.
-Also read, in the functions and classes that are reached: code, defaults, attributes and special methods. Not seen:
-class attributes that are reached through `type(obj)`, `obj.__dict__[...]` of a module, containers nested deeper than
-`DEPTH`, `os.environ`.
+originals' behaviour. Also read, in the functions and classes that are reached: code, defaults, attributes and special
+methods. Not seen: class attributes that are reached through `type(obj)`, `obj.__dict__[...]` of a module, containers
+nested deeper than `DEPTH`, `os.environ`.
 """
 
 from __future__ import annotations

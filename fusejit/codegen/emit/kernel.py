@@ -24,13 +24,14 @@ class Kernel:
 
     Attributes:
         source: text of the function; params: Triton types of its pointers; constants: its tile sizes; grid, num_warps,
-        debug: the launch. arguments: buffer names in the order of `params`; ops: the ATen ops inside with the user's
-        lines. bytes_read, bytes_written: what one launch moves, each element of each operand once.
+            debug: the launch.
+        arguments: buffer names in the order of `params`; ops: the ATen ops inside with the user's lines.
+        bytes_read, bytes_written: what one launch moves, each element of each operand once.
         cluster: what it computes, a Cluster or a Foreach; tensors: how many clusters that are (1, or the rows of a
-        Foreach). sizes: symbols that the kernel takes as numbers, behind its pointers. extents: where there are
-            symbols, how many values its index
-            variables x, y and r have; the grid follows from them at each launch, and `grid` is that of the call that
-            was compiled for.
+            Foreach).
+        sizes: symbols that the kernel takes as numbers, behind its pointers. extents: where there are symbols, how many
+            values its index variables x, y and r have; the grid follows from them at each launch, and `grid` is that of
+            the call that was compiled for.
         compiled: machine code and its costs, where the kernel was compiled for a target.
     """
 

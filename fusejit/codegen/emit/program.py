@@ -38,11 +38,13 @@ class Program:
 
     Attributes:
         steps: Alloc, Launch, Extern, Free, Return, in order. buffers: by name. inputs: names of the arguments, None
-        where unused. unfused: pairs of clusters that share a buffer and stay apart, with reasons. compile_ms:
-        milliseconds by stage. tuned: at O3, how each kernel's schedule was chosen.
+            where unused.
+        unfused: pairs of clusters that share a buffer and stay apart, with reasons. compile_ms: milliseconds by stage.
+        tuned: at O3, how each kernel's schedule was chosen.
         sizes: where the inputs hold the value of each symbol (see graph/bind_sizes.py). atoms: {name: text} of what is
-        computed from them. hints: their values in the call that was compiled for. rewrites: calls that do what kernels
-            did before (passes/matmul_epilogue.py).
+            computed from them.
+        hints: their values in the call that was compiled for. rewrites: calls that do what kernels did before
+            (passes/matmul_epilogue.py).
     """
 
     steps: tuple[Step, ...]

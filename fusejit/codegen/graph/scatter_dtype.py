@@ -23,8 +23,8 @@ from element to
 With numerics="eager" these ops always round after each addition.
 """
 
-# fx types the arguments of a node as one wide union; here an op's schema says which member each one is
-# mypy: disable-error-code="union-attr,arg-type"
+# fx types the arguments of a node as one wide union; here an op's schema says which member each one is mypy:
+# disable-error-code="union-attr,arg-type"
 
 from __future__ import annotations
 

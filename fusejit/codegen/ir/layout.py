@@ -1,8 +1,8 @@
 """Layouts: maps from a logical coordinate to a linear offset, and the views that act on them.
 
-In: shapes, strides and views. Out: layouts, and for what a view cannot express in strides, computed coordinates.
-A dimension is a tuple of row-major digits `Mode(extent, stride)`; the algebra is CuTe's (shape, stride) algebra with
-two levels only.
+In: shapes, strides and views. Out: layouts, and for what a view cannot express in strides, computed coordinates. A
+dimension is a tuple of row-major digits `Mode(extent, stride)`; the algebra is CuTe's (shape, stride) algebra with two
+levels only.
 
     >>> x = strided((6, 5), (10, 1))
     >>> str(reshape(x, (2, 3, 5))[0]), reshape(x, (10, 3))[1] != ()

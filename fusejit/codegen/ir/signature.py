@@ -1,8 +1,7 @@
 """Signatures: what a cluster computes along one line of memory, whatever its buffers and sizes.
 
 In: a pointwise cluster, or one that reduces all that it reads. Out: its `Pattern`, or None where its memory is not one
-line.
-Expressions are interned, so equal patterns have equal keys.
+line. Expressions are interned, so equal patterns have equal keys.
 
     p (33,7) -= 0.1 * g (33,7)      key  in0 = sub(load in0, mul(load in1, 0.1))      operands p+0 g+0      size 231
     q (8,16) -= 0.1 * h (8,16)      the same key                                      operands q+0 h+0      size 128

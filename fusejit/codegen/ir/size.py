@@ -32,8 +32,9 @@ class Scope:
 
     Attributes:
         hints: {name: its value in the call that is compiled for}. atoms: {name: Python text of a size that is no
-        polynomial}. guards: what was assumed, as Python text over the names; the result holds for all sizes of which
-        these are true. floats: names whose values are floats, which only ever stand for numbers in expressions.
+            polynomial}.
+        guards: what was assumed, as Python text over the names; the result holds for all sizes of which these are true.
+        floats: names whose values are floats, which only ever stand for numbers in expressions.
         steps: both as statements, in the order in which they were made: an assumption may be what lets an atom be
             computed.
     """

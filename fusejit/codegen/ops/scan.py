@@ -11,8 +11,8 @@ Each scan carries its `place`, an Iota that counts along the row: however axes w
 in order as long as it counts row-major. A tile is scanned at once; a longer row tile by tile, with a carry.
 """
 
-# fx types the arguments of a node as one wide union; here an op's schema says which member each one is
-# mypy: disable-error-code="union-attr,index,arg-type,operator,assignment,misc"
+# fx types the arguments of a node as one wide union; here an op's schema says which member each one is mypy:
+# disable-error-code="union-attr,index,arg-type,operator,assignment,misc"
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ ops are rows of this table; for the renderer, each row's Triton text.
 In a kernel a value is held in its compute type (see `STORAGE`): the half and fp8 types in float32, everything else in
 itself. Spellings take operands that are Triton values of these types, constants included (`tl.full((), 2.0,
 tl.float32)` or a name bound to one), and write each operand exactly once unless they are comparisons of an operand with
-itself.
-`fj` is fusejit.runtime.kernels.device. An overload that is not here, or not for a dtype, becomes an extern call.
+itself. `fj` is fusejit.runtime.kernels.device. An overload that is not here, or not for a dtype, becomes an extern
+call.
 """
 
 from __future__ import annotations
@@ -532,8 +532,8 @@ def lower_pointwise(
         overload: a key of POINTWISE.
         out_dtype: dtype of the call's result, as its fake tensor says.
         args, kwargs: the call's arguments: expressions for tensors (already broadcast), Python numbers, None, strings.
-        operand_dtype: the dtype in which a comparison's operands meet (torch.result_type of the real operands);
-            None takes every expression for a tensor with dimensions.
+        operand_dtype: the dtype in which a comparison's operands meet (torch.result_type of the real operands); None
+            takes every expression for a tensor with dimensions.
 
     Raises:
         Unsupported: the table has no row for the overload, or not in this dtype or with these arguments.

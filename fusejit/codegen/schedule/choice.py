@@ -33,10 +33,9 @@ class Schedule:
     kernel.
 
     `choice` keeps what it was chosen from; `others` of equal standing can be measured. `buckets`: where the length of a
-    row varies,
-    (longest row, its schedule), rising: the text of the kernel is one, and a bucket is compiled when a row first falls
-    into it. `peel`: elements of the groups that a row at an odd address is cut into, 0 for a row that is one tile from
-    end to end. `keep`: whether the row stays in registers as it was loaded (registers.py).
+    row varies, (longest row, its schedule), rising: the text of the kernel is one, and a bucket is compiled when a row
+    first falls into it. `peel`: elements of the groups that a row at an odd address is cut into, 0 for a row that is
+    one tile from end to end. `keep`: whether the row stays in registers as it was loaded (registers.py).
     """
 
     template: str

@@ -11,10 +11,9 @@ each.
     H100: 132 multiprocessors of 65536 registers, 3.0 TB/s, ...
 
 The model: a launch takes the longer of two times. Its bytes over the memory's bandwidth; and its waits: each program
-waits for memory once
-(a loop once an iteration, less with stages), for each value of a thread and for its warps at each reduction, and as
-many programs wait together as fit on the device. What a row reads again comes from L2. Every constant below stands in
-the text of each `Choice`.
+waits for memory once (a loop once an iteration, less with stages), for each value of a thread and for its warps at each
+reduction, and as many programs wait together as fit on the device. What a row reads again comes from L2. Every constant
+below stands in the text of each `Choice`.
 """
 
 from __future__ import annotations

@@ -24,11 +24,12 @@ class Device:
 
     Attributes:
         sms: multiprocessors. bandwidth, l2_bandwidth: bytes a second that a copy reaches. l2_bytes: what stays in L2
-        between two passes. launch_us: microseconds between the ends of two small kernels. in_flight: bytes a
-        multiprocessor has under way when memory is full. registers: 32-bit registers of a multiprocessor. row_values,
-            mixed_values: values of a row that one program keeps without spills,
-            alone and with its column sums. mixed_programs: (columns, programs a multiprocessor at most), rising. arch:
-                90 for sm_90.
+            between two passes.
+        launch_us: microseconds between the ends of two small kernels. in_flight: bytes a multiprocessor has under way
+            when memory is full.
+        registers: 32-bit registers of a multiprocessor. row_values, mixed_values: values of a row that one program
+            keeps without spills, alone and with its column sums. mixed_programs: (columns, programs a multiprocessor at
+            most), rising. arch: 90 for sm_90.
     """
 
     name: str

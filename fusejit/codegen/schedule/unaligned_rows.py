@@ -7,11 +7,10 @@ In: a row reduction. Out: `Peel`, how such a row is cut, or None where nothing i
       -> 7 elements  |  4088 in 511 groups, read and written 16 bytes at a time  |  2 elements
 
 Triton makes a wide access only of addresses that it can prove to be multiples of 16 bytes, under a mask that is
-constant over the group.
-So the row's address is rounded up to a group in the text of the kernel, the mask counts groups, and what lies before
-and behind them (at most 7 elements each) is a second, small tile of the same statements. Nothing outside the row is
-touched. An operand whose rows stand otherwise within a group (a weight, which begins at the same place for every row)
-is read element by element as before.
+constant over the group. So the row's address is rounded up to a group in the text of the kernel, the mask counts
+groups, and what lies before and behind them (at most 7 elements each) is a second, small tile of the same statements.
+Nothing outside the row is touched. An operand whose rows stand otherwise within a group (a weight, which begins at the
+same place for every row) is read element by element as before.
 """
 
 from __future__ import annotations
