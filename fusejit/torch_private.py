@@ -105,6 +105,7 @@ NAMES: dict[str, Private] = {
         Source="torch._guards.Source",
         TracingContext="torch._guards.TracingContext",
         tracing="torch._guards.tracing",
+        registered_hop_fake_fns="torch._higher_order_ops.utils.registered_hop_fake_fns",
         FakeTensor="torch._subclasses.fake_tensor.FakeTensor",
         FakeTensorMode="torch._subclasses.fake_tensor.FakeTensorMode",
         unset_fake_temporarily="torch._subclasses.fake_tensor.unset_fake_temporarily",

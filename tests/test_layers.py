@@ -40,9 +40,8 @@ INSIDE = {
     "codegen/schedule": "access device registers choice unaligned_rows cost_model",
     "templates": "base pointwise pointwise_2d pointwise_row reduction_persistent reduction_looped "
     "reduction_mixed foreach foreach_reduction table",
-    "codegen/passes": "realize lower hazards align schedule online profitable block_reduction nested_reduction rfactor "
-    "row_column step_graph fusion_rules "
-    "fuse horizontal horizontal_reduction",
+    "codegen/passes": "realize lower_externs lower hazards align schedule online profitable block_reduction "
+    "nested_reduction rfactor row_column step_graph fusion_rules fuse horizontal horizontal_reduction",
     "codegen/emit": "kernel memory_plan facts index philox_tiles tape row_tape column_tape loop_tape peeled_tape "
     "pipelining writer foreach program",
     "capture": "mutable source_lines pytree outputs memory_pattern fake_mode checkpoints state/ shapes/ scalar_tensors "
@@ -76,7 +75,6 @@ LARGE = {
     "capture/state/recorder:Recorder": 477,
     "capture/tracer:call": 55,
     "capture/tracer:run_body": 70,
-    "codegen/passes/lower:GraphLowering": 294,
     "frontend/branch_nodes:Loop": 258,
     "frontend/branch_nodes:trace": 59,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..codegen.passes.lower import ProgramOf
+from ..codegen.passes.lower_externs import ProgramOf
 from .chunked.chunk_op import ROWS, program
 from .region_ops import BACKWARD, FORWARD, backward_program, forward_program
 

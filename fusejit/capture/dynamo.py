@@ -262,7 +262,7 @@ class Unguarded:
 
 
 def names_in_tables(module: torch.nn.Module) -> Iterable[str]:
-    return (name for section in TABLES for name in module.__dict__[section])
+    return (name for section in TABLES for name in module.__dict__.get(section, ()))
 
 
 METHODS = (types.FunctionType, staticmethod, classmethod, property)

@@ -157,11 +157,22 @@ def _mode() -> type:
     from ..torch_private import FakeTensor, FakeTensorMode
 
     class EagerStrides(FakeTensorMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            own = isinstance(func, private.HigherOrderOperator) and func not in private.registered_hop_fake_fns
+            if own:  # torch finds the rule that such an op has for fake tensors by the very class of a mode
+                rule: Any = func.python_key_table[FakeTensorMode]
+                return rule(self, *args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result: Any = super().dispatch(func, types, args, kwargs)
             several = isinstance(result, (tuple, list)) and func in STRIDES
             first = result[0] if several else result
             if not isinstance(first, FakeTensor) or first.layout is not torch.strided:
+                return result
+            if isinstance(func, private.HigherOrderOperator):
                 return result
             rule = _rule(func, args, first.shape)
             strides = rule(func, first, *args, **(kwargs or {})) if rule is not None else None

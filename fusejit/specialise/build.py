@@ -93,12 +93,14 @@ class HalfCompiler:
 
     Attributes:
         log: of stages, milliseconds and fallbacks.
-        regions: the compiled regions that both call, which live as long as one of them may still be compiled.
+        captured: the graph that both come from, and regions: those of it. Each Program keeps them: ops of pieces and
+            regions name what they call by a key, and a backward may run when its function is gone.
     """
 
     options: Options
     records: bool
     log: CompileLog
+    captured: torch.fx.GraphModule
     regions: list[Any] = field(default_factory=list)
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any], stage: str) -> Any:
@@ -109,6 +111,7 @@ class HalfCompiler:
         start, plain = time.perf_counter(), self.options.backend == "eager"
         note = functools.partial(self.note, stage)
         program: Any = eager_program(module) if plain else compile_graph(module, inputs, self.options, record=note)
+        program.keeps = self.captured, self.regions
         if isinstance(program, Variants) and self.records:
             self.log.dynamic.append("no CUDA graph: a recording holds the sizes of one call")
         elif not plain and self.records:
@@ -157,7 +160,7 @@ def build_programs(
     from ..compile import Options
 
     options = Options(backend, settings.jit_level, settings.numerics, settings.target)
-    compiler = HalfCompiler(options, settings.records, log)
+    compiler = HalfCompiler(options, settings.records, log, graph)
     start, limit = time.perf_counter(), settings.most_at_once
     graph, changed = heads(graph, limit)
     log.rewrites += changed

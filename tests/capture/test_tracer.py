@@ -184,8 +184,9 @@ def test_effects(backend):
     j = jit(m, backend=backend)
     for value in range(3):
         j(torch.full((2,), value))
-        assert m.last.tolist() == [2 * value] * 2 and not hasattr(m, "shape")
-    assert [effect.target for effect in j.specialisation(torch.full((2,), 0)).effects] == ["M.shape"]
+        assert m.last.tolist() == [2 * value] * 2 and m.shape == (2,)
+        del m.shape
+    assert j.specialisation(torch.full((2,), 0)).notes.effects == () and j.cache_info().misses == 1
 
 
 def test_vmap(backend):
@@ -267,7 +268,7 @@ def test_lines():
         for n in s.record[st].graph.nodes:
             if n.op == "call_function":
                 print(st, n, user_line(n))
-                assert "test_capture" in user_line(n), (st, n)
+                assert "test_tracer" in user_line(n), (st, n)
 
 
 def test_garbage_collected_while_tracing():
@@ -326,7 +327,6 @@ FACTORY = Factory(silu=torch.nn.SiLU, never=never)
 
 @pytest.mark.parametrize("mode", ("ast", "trace"))
 def test_a_dict_that_makes_its_values_is_not_asked(mode):
-    held = list(dict.items(FACTORY))
     jitted = jit(lambda x: FACTORY["silu"](x) * 2, capture_mode=mode, backend="eager", fullgraph=True)
     x = torch.randn(3)
     for _ in range(2):
@@ -339,7 +339,7 @@ def test_a_dict_that_makes_its_values_is_not_asked(mode):
         return FACTORY["relu"](x)
 
     torch.testing.assert_close(jit(changes, capture_mode=mode, backend="eager")(x), x.relu())
-    assert list(dict.items(FACTORY)) == held and list(FACTORY) == ["silu", "never"]  # put back as it was
+    assert list(FACTORY) == ["never", "relu", "silu"]  # as eager leaves it
     try:
         FACTORY["silu"] = torch.nn.ReLU
         torch.testing.assert_close(jitted(x), x.relu() * 2)  # what is read is guarded

@@ -296,7 +296,7 @@ def test_what_an_arm_changes_is_not_half_done(fn):
         torch.testing.assert_close(jitted(x), fn(x))
     assert jitted.cache_info().fallbacks == 1
     with pytest.raises(
-        fusejit.CaptureError, match=r"test_surroundings\.py:\d+: .*changing a .* that depends on a tensor"
+        fusejit.CaptureError, match=r"test_arm_effects\.py:\d+: .*changing a .* that depends on a tensor"
     ) as caught:
         fusejit.jit(fn, backend="eager", fullgraph=True)(x)
     assert "assign a variable in the arms" in str(caught.value)

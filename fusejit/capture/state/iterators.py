@@ -101,16 +101,38 @@ class Streams:
         self.replaced.clear()
 
     def settle(self) -> bool:
-        """Return whether a generator has drawn meanwhile that nothing saw draw; put it back where this is the only
-        thread.
+        """Return whether a generator has drawn meanwhile that nothing saw draw; put it back where no other thread has
+        it at hand.
         """
         drawn = [(value, before) for value, before, text in self.states if pickle.dumps(state(value)) != text]
-        for value, before in drawn if len(sys._current_frames()) == 1 else ():
+        for value, before in drawn:
+            if used_elsewhere(value):
+                continue
             if hasattr(value, "set_state"):
                 value.set_state(before)
             else:
                 getattr(value, "bit_generator", value).state = before
         return bool(drawn)
+
+
+def used_elsewhere(value: Any) -> bool:
+    """Whether a frame of another thread has a value: in a variable, a global that its code names, or an attribute."""
+    own = threading.get_ident()
+    for thread, innermost in sys._current_frames().items():
+        frame: types.FrameType | None = innermost if thread != own else None
+        while frame is not None:
+            scope = frame.f_globals
+            at_hand = (*frame.f_locals.values(), *(scope[name] for name in frame.f_code.co_names if name in scope))
+            if any(thing is value or holds(thing, value) for thing in at_hand):
+                return True
+            frame = frame.f_back
+    return False
+
+
+def holds(thing: Any, value: Any) -> bool:
+    """Whether a value is an attribute of a plain object."""
+    table = getattr(thing, "__dict__", None)
+    return isinstance(table, dict) and any(one is value for one in list(table.values()))
 
 
 def is_stand_in(value: Any) -> bool:

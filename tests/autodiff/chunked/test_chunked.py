@@ -110,13 +110,13 @@ def exact(args):
 
 
 def assert_right(ours, eager, right):
-    """At most twice eager's error, and some units of the dtype."""
+    """At most twice eager's error, and some units of the dtype: sums over parts are rounded once a part."""
     for one, two, three in zip(ours, eager, right, strict=True):
         assert (one is None) == (two is None)
         if one is not None:
             assert one.dtype is two.dtype and one.shape == two.shape
             unit = torch.finfo(one.dtype).eps * three.abs().max()
-            assert (one.double() - three).abs().max() <= 2 * (two.double() - three).abs().max() + 4 * unit
+            assert (one.double() - three).abs().max() <= 2 * (two.double() - three).abs().max() + 8 * unit
 
 
 @pytest.fixture(params=BACKENDS)

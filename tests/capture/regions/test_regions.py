@@ -292,7 +292,8 @@ def test_edited(name):
     EDITS[name](chain.blocks[3])
     torch.testing.assert_close(results(jitted, chain, x), results(chain, chain, x))
     report = agree(chain, x, backend=backend)
-    assert report.regions[0].calls < 5 or name == "int for float"
+    # dropout in eval and dropout by 0 are the same: their operand itself
+    assert report.regions[0].calls < 5 or name in ("int for float", "mode")
 
 
 def test_written_by_the_caller(backend):

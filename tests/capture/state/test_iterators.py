@@ -77,8 +77,8 @@ def test_a_refused_capture_draws_and_takes_nothing():
         return x + numpys.random()
 
     for fn, line in (
-        (taken, r"test_streams\.py:\d+"),
-        (drawn, r"test_streams\.py:\d+"),
+        (taken, r"test_iterators\.py:\d+"),
+        (drawn, r"test_iterators\.py:\d+"),
         (drawn_by_numpy, "numpy's random numbers"),
     ):
         with pytest.raises(fusejit.CaptureError, match=line):

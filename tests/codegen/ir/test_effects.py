@@ -297,7 +297,7 @@ def test_an_op_without_a_formula_keeps_eager_s_gradient() -> None:
     jitted(x).sum().backward()
     without_formula(y).sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
-    assert "no formula" in str(jitted.explain(x).fallbacks[0]) and "test_op_effects.py" in str(
+    assert "no formula" in str(jitted.explain(x).fallbacks[0]) and "test_effects.py" in str(
         jitted.explain(x).fallbacks[0]
     )
     assert not jitted.explain(x.detach()).fallbacks
