@@ -64,7 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _quick(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the quick tier: of each test function its first, its middle and its last case, and no test marked `full`.
+    """Keep the quick tier: of each test function its first, its middle and its last case, all of those marked `cheap`,
+    and none of those marked `full`.
 
     A test that the command line names (`file.py::test`) runs with all its cases.
     """
@@ -73,6 +74,9 @@ def _quick(config: pytest.Config, items: list[pytest.Item]) -> None:
         groups.setdefault((item.nodeid.partition("::")[0], getattr(item, "originalname", item.name)), []).append(item)
     kept: set[pytest.Item] = set()
     for cases in groups.values():
+        if cases[0].get_closest_marker("cheap"):
+            kept |= set(cases)
+            continue
         cases = [item for item in cases if not item.get_closest_marker("full")]
         step = (len(cases) - 1) / (CASES - 1)
         kept |= set(cases if len(cases) <= CASES else (cases[round(step * n)] for n in range(CASES)))

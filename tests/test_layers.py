@@ -135,6 +135,7 @@ def above(used: str, own: str) -> str:
     return "" if order.index(names[0]) < order.index(names[1]) else f"{names[0]} stands behind {names[1]} in {folder}"
 
 
+@pytest.mark.cheap
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_only_from_below(path: Path) -> None:
     own = name_of(path)
@@ -181,6 +182,7 @@ def filled(path: Path) -> list[str]:
     return sorted(found)
 
 
+@pytest.mark.cheap
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_no_table_is_filled_from_above(path: Path) -> None:
     assert filled(path) == FILLED.get(name_of(path), [])

@@ -24,6 +24,7 @@ def code(path: Path) -> str:
     return re.sub(r'"""[\s\S]*?"""|"[^"\n]*"|#[^\n]*', "", path.read_text())
 
 
+@pytest.mark.cheap
 @pytest.mark.parametrize("path", sorted(set(ROOT.rglob("*.py")) - OWNERS), ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_only_the_owners_read_private_names(path):
     assert [m[0] for m in PRIVATE.finditer(code(path)) if not PUBLIC.match(m[0])] == []

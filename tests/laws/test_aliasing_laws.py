@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from tests.test_aliasing import storages
+from test_aliasing import storages
 from torch import nn
 
 import fusejit
