@@ -51,7 +51,7 @@ from .source_lines import frame_entry, frame_line, shorten, user_frame
 from .state.iterators import DRAWN
 from .state.profile_hook import unobserved
 from .state.reads import Effect
-from .state.recipes import RECIPES, Call, Recipes, Shared, Unrepeatable, marked
+from .state.recipes import RECIPES, Call, Recipes, Shared, Unrepeatable, marked, plain_object
 from .state.recorder import Recorder
 from .state.shared_containers import check_identities
 from .state.writes import Change, Store, moving, repeat, restore, shared, stores
@@ -555,11 +555,18 @@ def take_results(
     tensors = [item for item in leaves if isinstance(item, Tensor)]
     recipes = Recipes(watcher, tracing.twin, tracing.mode.tracer.tensor_tracker, tensors)
     kept = stores(watcher, recipes)
-    return structure, [recipe_of(recipes, item) if isinstance(item, Shared) else item for item in leaves], tensors, kept
+    return structure, [recipe_of(recipes, item) for item in leaves], tensors, kept
 
 
-def recipe_of(recipes: Recipes, result: Shared) -> Any:
-    """The recipe of a container that the body returns and that is held elsewhere, too."""
+def recipe_of(recipes: Recipes, result: Any) -> Any:
+    """The recipe of a container that the body returns and that is held elsewhere, too, or of an object that it makes;
+    what is neither as it is.
+    """
+    if not isinstance(result, Shared):
+        try:
+            return recipes.of(result) if plain_object(result) else result
+        except Unrepeatable:  # refused as a result of its type
+            return result
     try:
         return recipes.of(result.value)
     except Unrepeatable as error:

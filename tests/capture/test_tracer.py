@@ -345,3 +345,31 @@ def test_a_dict_that_makes_its_values_is_not_asked(mode):
         torch.testing.assert_close(jitted(x), x.relu() * 2)  # what is read is guarded
     finally:
         FACTORY["silu"] = torch.nn.SiLU
+
+
+class Pair:
+    """A plain object that a function makes and returns."""
+
+    def __init__(self, first, second):
+        self.first, self.second, self.notes = first, [second, {"sum": second.sum()}], "kept"
+
+
+@pytest.mark.parametrize("mode", ("ast", "trace"))
+def test_an_object_that_the_function_makes_and_returns(mode, backend):
+    def f(x):
+        pair = Pair(x + 1, x * 2)
+        return pair, {"again": pair.first.exp()}
+
+    jitted = jit(f, backend=backend, capture_mode=mode, fullgraph=True)
+    pairs = []
+    for _ in range(3):
+        x = torch.randn(4, requires_grad=True)
+        (got, more), (wanted, _) = jitted(x), f(x)
+        assert type(got) is Pair and got.notes == "kept" and list(got.second[1]) == ["sum"]
+        torch.testing.assert_close(got.first, wanted.first)
+        torch.testing.assert_close(got.second[1]["sum"], wanted.second[1]["sum"])
+        torch.testing.assert_close(more["again"], wanted.first.exp())
+        (gradient,) = torch.autograd.grad(got.second[1]["sum"], x)
+        assert gradient.tolist() == [2.0] * 4
+        pairs.append(got)
+    assert len({id(pair) for pair in pairs}) == 3 and jitted.cache_info()[:2] == (1, 2)

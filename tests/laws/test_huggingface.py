@@ -215,3 +215,47 @@ def test_the_loss_of_a_language_model_never_holds_its_logits(device):
     assert_close(results[1], results[0])
     (line,) = fused.explain(ids, labels).rewrites
     assert line.startswith("mm.default of 24 x 999") and "in 3 parts of 8 rows" in line and "modeling_llama.py" in line
+
+
+CACHING = {
+    "llama": lambda t: t.LlamaModel(
+        t.LlamaConfig(
+            num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=50,
+        )
+    ),
+    "gpt2": lambda t: t.GPT2Model(t.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=50)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CACHING)
+def test_a_model_that_returns_its_cache(name, fuse, device):
+    """Models give a cache by default: an object that each call makes anew, of tensors that may have gradients."""
+    import transformers
+
+    model = CACHING[name](transformers).to(device).eval()
+    fused = fuse(model)
+    caches = []
+    for _ in range(2):
+        ids = torch.randint(0, 50, (2, 8), device=device)
+        got, wanted = fused(ids), model(ids)
+        assert_close(got.last_hidden_state, wanted.last_hidden_state, rtol=1e-4, atol=1e-4)
+        ours, theirs = (
+            torch.autograd.grad(
+                out.past_key_values.layers[0].keys.square().sum() + out.last_hidden_state.sum(),
+                [*model.parameters()],
+                allow_unused=True,
+            )
+            for out in (got, wanted)
+        )
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert_close(one, other, rtol=1e-3, atol=1e-3)
+        following = torch.randint(0, 50, (2, 1), device=device)
+        with torch.no_grad():
+            after = [model(following, past_key_values=out.past_key_values).last_hidden_state for out in (got, wanted)]
+        assert_close(*after, rtol=1e-4, atol=1e-4)
+        caches.append(got.past_key_values)
+    assert type(caches[0]) is type(wanted.past_key_values) and caches[0] is not caches[1]
+    assert not fused.explain(ids).fallbacks and fused.cache_info()[:2] == (1, 1)
