@@ -17,14 +17,14 @@ import pytest
 sys.path += [str(folder) for folder in sorted(Path(__file__).parent.rglob("*")) if any(folder.glob("test_*.py"))]
 
 
-CASES = 3
+CASES = 2
 """How many cases of a test function are in the quick tier."""
 ALL_IF = ("--all", "--slow", "-m", "--update-golden")
 """Options with which every case is wanted."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="every case of every test; without it at most three of each")
+    parser.addoption("--all", action="store_true", help="every case of every test; without it two of each")
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption(
         "--opinfo", choices=("ci", "all"), default="ci", help="torch's op database: the subset of CI, or all"
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _quick(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the quick tier: of each test function its first, its middle and its last case, all of those marked `cheap`,
+    """Keep the quick tier: of each test function its first and its last case, all of those marked `cheap`,
     and none of those marked `full`.
 
     A test that the command line names (`file.py::test`) runs with all its cases.

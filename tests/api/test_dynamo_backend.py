@@ -324,6 +324,7 @@ def test_minus_zero():
     )
 
 
+@pytest.mark.full
 def test_inductor_is_never_imported():
     code = (
         "import sys, torch, fusejit; print('torch._dynamo' in sys.modules); "
@@ -474,6 +475,7 @@ def results(call, module, inputs):
     return [out.detach(), *filled]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
 def test_huggingface_models_are_one_graph(name, backend):
     module, inputs = whole(name)

@@ -21,6 +21,7 @@ import fusejit
 from fusejit import jit
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     ["forks", "spawns", "fork_with_compile_workers", "ranks", pytest.param("ranks interpret", marks=pytest.mark.slow)],

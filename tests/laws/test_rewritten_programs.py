@@ -226,6 +226,7 @@ PROFILE = {
 }
 
 
+@pytest.mark.full
 @settings(max_examples=20, **PROFILE)
 @given(programs())
 def test_programs(text: str) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.full  # whole scripts of perf/, in processes of their own
+
 PERF = Path(__file__).parents[2] / "perf"
 import figures  # noqa: E402
 import report  # noqa: E402

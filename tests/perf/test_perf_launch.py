@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.full  # whole scripts of perf/, in processes of their own
+
 PERF = Path(__file__).parents[2] / "perf"
 from launches import CALLS, VARIANTS, launching_nothing, measure, prepare, twin, variants  # noqa: E402
 

@@ -158,6 +158,7 @@ def tensors(draw):
     return base.as_strided(sizes, strides, draw(st.integers(0, 3))).clone(memory_format=torch.preserve_format)
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(tensors(), tensors()), min_size=2, max_size=6), st.sampled_from([None, True]))
 def test_any_sequence_of_sizes(calls, dynamic):

@@ -146,6 +146,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(*(st.sampled_from(sorted(LAYOUTS)),) * 3, st.integers(1, 300), st.integers(1, 300), st.booleans())
 def test_masks_agree(value, other, tangent, rows, columns, multiples):

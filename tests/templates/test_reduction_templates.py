@@ -234,6 +234,7 @@ NESTED = [
 ]  # (shape, groups): segments that fill a tile, and odd ones, of two axes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape, groups", NESTED, ids=str)
 def test_segments_and_rows_of_one_read(shape, groups):
     """Group norm's backward: sums of each channel and of each group, and the gradient of x, in one kernel; a small one
@@ -438,6 +439,7 @@ def test_a_walk_takes_over_the_rows_that_it_keeps():
     assert forward_templates(jitted, x, w)[0] == "reduction_mixed" and len(reused(jitted, x, w)) == 1
 
 
+@pytest.mark.full
 def test_segments_in_a_loop(looped):
     """Three segments of 100 elements in tiles of two: the last tile is half empty."""
     args = [torch.randn(n).requires_grad_() for n in ((70, 6, 100), 6, 6)]
@@ -457,6 +459,7 @@ def test_weights_of_channels_in_a_loop(looped, each):
     assert kernel.template == "reduction_looped" and ("fj.along" in kernel.source) == (each == 64)
 
 
+@pytest.mark.full
 def test_long_segments_in_a_loop_are_added_up_tile_by_tile(looped, monkeypatch):
     """Beside many elements a thread has no room for as many sums: one for each row of the tile, in the same loop."""
     monkeypatch.setattr("fusejit.templates.reduction_looped.LONG_TILE", 1)

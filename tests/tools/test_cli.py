@@ -55,6 +55,7 @@ def fusejit_command(sample):
     return run
 
 
+@pytest.mark.full
 def test_version_and_usage(fusejit_command):
     done = fusejit_command("--version")
     assert done.returncode == 0 and done.stdout.startswith("fusejit ")
@@ -62,6 +63,7 @@ def test_version_and_usage(fusejit_command):
     assert fusejit_command("compile").returncode == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("function", ["sample:scaled", "sample.py:scaled", "sample:norm"])
 def test_compile(fusejit_command, function, tmp_path):
     done = fusejit_command("compile", function, "--target", "sm_90", "--output", "out")
@@ -125,6 +127,7 @@ def test_bad_options_end_before_the_work(sample, monkeypatch, capsys, arguments,
     assert last.startswith("fusejit ") and says in last
 
 
+@pytest.mark.full
 def test_bench_writes_json(fusejit_command, tmp_path):
     done = fusejit_command("bench", "bias_gelu", "adamw", "--json", "rows.json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -234,6 +234,7 @@ def play(names: list[str], mode: str, folder: Any, backend: str = "eager") -> No
                 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_each_change(mode: str, folder: Any) -> None:
     """One program for each change, and for it after a change of the same thing in another way."""
@@ -246,6 +247,7 @@ LAW: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_chec
 PROGRAMS = st.lists(st.sampled_from(sorted(CHANGES)), min_size=2, max_size=6)
 
 
+@pytest.mark.full
 @given(PROGRAMS, st.sampled_from(MODES[:2]))
 @settings(max_examples=60, derandomize=True, **LAW)
 def test_sequences_of_changes(folder: Any, names: list[str], mode: str) -> None:

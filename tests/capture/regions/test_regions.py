@@ -354,6 +354,7 @@ def test_shared_and_frozen_weights(backend):
 # What cannot be a region.
 
 
+@pytest.mark.full
 def test_in_place_with_a_reason(backend):
     """Side effects, changed buffers, views of arguments: captured in place, right, and explained."""
 
@@ -651,6 +652,7 @@ def test_compile_for(sm_90):
     assert all(kernel.ptx and kernel.n_spills == 0 for kernel in fused.kernels)
 
 
+@pytest.mark.full
 def test_hugging_face(backend):
     """Four layers of Llama, nothing marked: one region, no fallback, gradients as in eager."""
     transformers = pytest.importorskip("transformers")

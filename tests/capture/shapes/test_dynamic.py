@@ -260,6 +260,7 @@ class Attention(torch.nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_transformer_block_of_any_length(backend):
     model = Attention()

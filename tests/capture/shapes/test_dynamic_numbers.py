@@ -216,6 +216,7 @@ NUMBERS = st.one_of(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=3, max_size=8), st.sampled_from([None, True]))
 def test_any_sequence_of_numbers(calls, dynamic):

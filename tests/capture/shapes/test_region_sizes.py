@@ -46,6 +46,7 @@ def check(jitted, model, *args, rtol=1e-4, atol=1e-5):
     torch.testing.assert_close(*found, rtol=rtol, atol=atol)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", "interpret"])
 def test_equal_blocks_are_captured_once_for_all_sizes(backend):
     model = Stack(*(Block() for _ in range(3)))

@@ -271,6 +271,7 @@ def in_one_rank(rank: int, store: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_collectives_of_ranks_that_differ(tmp_path: Any) -> None:
     torch.multiprocessing.spawn(in_one_rank, args=(str(tmp_path / "store"),), nprocs=2)
 

@@ -125,6 +125,7 @@ def adamw_together(params, grads, moments, squares, lr, step):
         p.mul_(decay).sub_(first * m / ((v / second).sqrt() + 1e-8))
 
 
+@pytest.mark.full
 def test_adamw_over_200_parameters(fuse, device):
     args = arguments(200, 4, (0.01, 3.0), device, shapes=[s for s in SHAPES if s not in ((), (1,), (0, 4))])
     fused, expected, given = fuse(adamw_together, fullgraph=True), copied(args), copied(args)

@@ -127,6 +127,7 @@ def dropped_norm(x, residual, w, b):
     return layer_norm(stream, w, b), stream
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("columns, warps", [(8192, 16), (16384, 8)])
 def test_dropout_in_front_of_a_norm_spills_nothing(columns, warps, spilled):
     """Backward: 8,192 columns stay in registers as they were loaded; 16,384 are walked over by few threads of many
